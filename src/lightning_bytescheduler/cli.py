@@ -271,7 +271,7 @@ _COMMANDS = {
         "summarise the rounds of a DiLoCo training, and draw them",
         "Say how the workers of a DiLoCo training spent their time, and draw a few of its rounds.",
         "lightning_logs/version_0 --png rounds.png --rounds 10:13",
-        "diloco.picture",
+        "diloco.round_record",
     ),
     "slices": _Command(
         "make, verify and serve slices of data",

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
+from lightning_bytescheduler.diloco.loaders import resolve_batch_size
 from lightning_bytescheduler.exceptions import OptionError
 
 

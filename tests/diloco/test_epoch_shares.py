@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_bytescheduler.ddp.batches import EpochOrder
-from lightning_bytescheduler.diloco.epoch_shares import EpochShare, ShareLoader, deal, shared_loader
+from lightning_bytescheduler.diloco.loaders import EpochShare, ShareLoader, deal, shared_loader
 
 
 class Worker:

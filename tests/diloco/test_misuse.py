@@ -25,8 +25,8 @@ from lightning_bytescheduler import (
     UnsupportedError,
 )
 from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE
-from lightning_bytescheduler.diloco.batch_size import with_batch_size
 from lightning_bytescheduler.diloco.coordinator_protocol import run_options
+from lightning_bytescheduler.diloco.loaders import with_batch_size
 from lightning_bytescheduler.diloco.options import common_options
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, SampleTarget
 from lightning_bytescheduler.diloco.strategy import RoundHooks, refuse_searches

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_bytescheduler.diloco.picture import add_arguments, draw_rounds, tables
+from lightning_bytescheduler.diloco.round_record import add_arguments, draw_rounds, tables
 from lightning_bytescheduler.exceptions import OptionError
 from tests.diloco.records import small_run, written
 

@@ -51,7 +51,11 @@ class Mail:
 
 
 def hosted(
-    target: Any, *, outer_steps: int | None = None, rounds_over: int = 0
+    target: Any,
+    *,
+    outer_steps: int | None = None,
+    rounds_over: int = 0,
+    look: Callable[[bool], object] = lambda halted: None,
 ) -> tuple[RoundsThread, Mail, list[RoundRecord], list[BaseException]]:
     mail, records, errors = Mail(), [], []  # type: Mail, list[RoundRecord], list[BaseException]
     thread = RoundsThread(
@@ -60,7 +64,7 @@ def hosted(
         workers=WORKERS,
         post=mail.post,
         on_round=records.append,
-        on_silence=lambda silent: None,
+        look=look,
         on_error=errors.append,
     )
     thread.start(rounds_over)
@@ -147,6 +151,14 @@ def test_all_are_told_at_once_of_a_training_that_was_over_before() -> None:
     assert not errors
 
 
+def test_it_looks_after_all_workers_also_where_none_says_a_word() -> None:
+    """One may have died before it has joined."""
+    looks = threading.Semaphore(0)
+    thread, *_ = hosted(FixedSteps(2), look=lambda halted: looks.release())
+    assert all(looks.acquire(timeout=60.0) for _ in range(3))
+    assert thread.stop(60.0)
+
+
 def test_a_scheduler_that_fails_says_so() -> None:
     thread, _, _, errors = hosted(FixedSteps(2))
     thread.post(object())  # type: ignore[arg-type]
@@ -196,58 +208,3 @@ def test_no_round_ends_while_all_stand_still_however_long() -> None:
     rounds.tick(now=4 * 3600.0 + 1.0)
     assert [message for message in told if isinstance(message, RoundEnded)] == ends
     assert [message.round for message in told if isinstance(message, StartRound)] == [1, 1, 2, 2]
-
-
-def together() -> Rounds:
-    options = replace(OPTIONS, start_workers=len(WORKERS))
-    rounds = Rounds(FixedSteps(2), options, post=lambda *told: None, end=lambda record: None, together=WORKERS)
-    rounds.scheduler.expect(len(WORKERS))
-    return rounds
-
-
-def test_a_worker_that_never_joins_is_silent() -> None:
-    rounds = together()
-    assert rounds.silent(now=10.0) == []
-    rounds.handle(JoinRounds(worker="a"), now=11.0)
-    assert rounds.silent(now=15.0) == []
-    assert rounds.silent(now=16.0) == ["b"]
-
-
-@pytest.mark.parametrize("begins", [False, True])
-def test_a_worker_that_fails_before_it_has_reported_a_step_is_silent(begins: bool) -> None:
-    rounds = together()
-    for name in WORKERS:
-        rounds.handle(JoinRounds(worker=name), now=10.0)
-    for name in WORKERS if begins else "a":
-        rounds.handle(RoundStarted(worker=name, round=1), now=10.0)
-    rounds.handle(report("a", trained_s=0.5, loss=None), now=14.0)
-    assert rounds.silent(now=14.0) == []
-    assert rounds.silent(now=16.0) == ["b"]
-
-
-def test_a_worker_that_fails_while_it_sends_is_silent() -> None:
-    rounds = together()
-    for name in WORKERS:
-        rounds.handle(JoinRounds(worker=name), now=10.0)
-    for name in WORKERS:
-        rounds.handle(RoundStarted(worker=name, round=1), now=10.0)
-        rounds.handle(SendingPseudoGradient(worker=name, round=1, steps=2, samples=4), now=11.0)
-    rounds.handle(PseudoGradientArrived(worker="a", round=1), now=12.0)
-    assert rounds.silent(now=15.0) == []
-    assert rounds.silent(now=17.0) == ["b"]
-
-
-def test_a_worker_that_does_not_pass_the_rounds_end_is_silent() -> None:
-    rounds = together()
-    for message in (
-        *(JoinRounds(worker=name) for name in WORKERS),
-        *(RoundStarted(worker=name, round=1) for name in WORKERS),
-        EndRound(worker="a", round=1, now=False, steps=1, validate=True),
-        *(SendingPseudoGradient(worker=name, round=1, steps=2, samples=4) for name in WORKERS),
-        *(PseudoGradientArrived(worker=name, round=1) for name in WORKERS),
-    ):
-        rounds.handle(message, now=10.0)
-    assert rounds.stand_still
-    assert rounds.silent(now=14.0) == []
-    rounds.handle(PassedRoundEnd(worker="a", round=1, stop=False), now=15.0)
-    assert rounds.silent(now=16.0) == ["b"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -53,6 +53,8 @@ from lightning_bytescheduler.slices.tracker import TrainedRun
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,19 +120,6 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     round_samples: int
     trained: tuple[TrainedRun, ...] = ()
-
-
-class TrackedSlices(Protocol):
-    """Which samples are in the weights. An update is merged if each of its samples is for its sender to train on."""
-
-    def fits(self, member: Member, runs: Sequence[TrainedRun]) -> bool:
-        """Whether an update of these samples may be merged."""
-
-    def book(self, member: Member, runs: Sequence[TrainedRun]) -> None:
-        """An update is part of a sum: its samples are handed out no more."""
-
-    def settle(self, runs: Sequence[TrainedRun], *, merged: bool) -> None:
-        """The sum is part of the weights, or is dropped; then the worker sends it again."""
 
 
 _REMEMBERED = 8  # rounds that have been merged
@@ -266,7 +255,7 @@ class Run:
         on_round: Callable[[RoundRecord], None] = lambda record: None,
         on_leave: Callable[[Member], None] = lambda member: None,
         on_no_provider: Callable[[], None] = lambda: None,
-        slices: TrackedSlices | None = None,
+        slices: SliceRoutes | None = None,
     ) -> None:
         self.options = options
         self._slices = slices

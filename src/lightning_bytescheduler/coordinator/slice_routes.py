@@ -65,15 +65,15 @@ class SliceRoutes:
         return joined
 
     def fits(self, member: Member, runs: Sequence[TrainedRun]) -> bool:
-        """See ``TrackedSlices``."""
+        """Whether an update of these samples may be merged: if each is for its sender to train on."""
         return self.tracker.fits(member.name, runs)
 
     def book(self, member: Member, runs: Sequence[TrainedRun]) -> None:
-        """See ``TrackedSlices``."""
+        """An update is part of a sum: its samples are handed out no more."""
         self.tracker.book(member.name, runs)
 
     def settle(self, runs: Sequence[TrainedRun], *, merged: bool) -> None:
-        """See ``TrackedSlices``."""
+        """The sum is part of the weights, or is dropped; then the worker sends it again."""
         self.tracker.settle(runs, merged=merged)
 
     def renew(self, members: Iterable[Member]) -> None:

@@ -56,8 +56,6 @@ from lightning_bytescheduler.serving import client_tls, end_others, end_tasks, i
 if TYPE_CHECKING:
     import aiohttp
 
-    from lightning_bytescheduler.diloco.session import Session
-
 
 log = logging.getLogger(__name__)
 
@@ -236,7 +234,7 @@ class CoordinatorClient:
         self.first: Future[Welcome] = Future()
         self.error: BaseException | None = None
         self._telling = threading.Lock()
-        self._listener: Session | None = None
+        self._listener: object = None
         self._untold: list[tuple[str, tuple[Any, ...]]] = []
         self._loop = _Loop()
         # What follows is the thread's.
@@ -254,8 +252,8 @@ class CoordinatorClient:
 
     # ------------------------------------------------------------------ for other threads
 
-    def listen(self, listener: Session) -> None:
-        """Have what comes told to a listener, and first what has come so far; once."""
+    def listen(self, listener: object) -> None:
+        """Have what comes told to a ``Session``, and first what has come so far; once."""
         with self._telling:
             self._listener = listener
             for event, values in self._untold:

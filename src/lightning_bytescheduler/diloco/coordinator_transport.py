@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -84,8 +83,6 @@ class CoordinatorTransport:
         self._sizes = sizes
         self.residuals: dict[int, Tensor | None] = {}
         self._codec = ThreadPoolExecutor(1, thread_name_prefix=_CODEC)
-        self._lock = threading.Lock()
-        self._coding: Future[Any] | None = None  # the last job that the codec was given
 
     @property
     def keeps_residuals(self) -> bool:
@@ -124,7 +121,7 @@ class CoordinatorTransport:
         return self.client.start(self._fetch_mean(round, chain))
 
     def flush(self, timeout: float) -> bool:
-        """See ``GlobalState``."""
+        """Wait until all messages are heard; returns whether they were, in time."""
         return self.client.flush(timeout)
 
     def fetch_state(self) -> Future[tuple[bytes, int, str]]:
@@ -141,15 +138,12 @@ class CoordinatorTransport:
     def stop(self, timeout: float) -> bool:
         """End the connection and the threads; returns whether they ended within ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
+        coded = self._codec.submit(bool)  # after what is encoded now
         ended = self.client.stop(timeout)
-        self._codec.shutdown(wait=False, cancel_futures=True)
         # A running encoding cannot be interrupted, and takes seconds for a large model: it is left to end by itself.
-        with self._lock:
-            coding = self._coding
-        if coding is None or not wait([coding], max(deadline - time.monotonic(), 0.0)).not_done:
-            self._codec.shutdown(wait=True)  # of an idle thread
-            return ended
-        return False
+        idle = not wait([coded], max(deadline - time.monotonic(), 0.0)).not_done
+        self._codec.shutdown(wait=idle, cancel_futures=True)
+        return ended and idle
 
     # ------------------------------------------------------------------ coroutines
 
@@ -251,7 +245,4 @@ class CoordinatorTransport:
         return answer.status < 300 or answer.status == _NOT_NOW  # another worker has sent some
 
     async def _coded(self, function: Callable[..., _T], *arguments: object) -> _T:
-        coding = self._codec.submit(function, *arguments)
-        with self._lock:
-            self._coding = coding
-        return await asyncio.wrap_future(coding)
+        return await asyncio.wrap_future(self._codec.submit(function, *arguments))

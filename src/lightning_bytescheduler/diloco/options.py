@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import is_whole, parse_size, require_bool, require_known, require_new_file
 from lightning_bytescheduler.ddp.ddp_arguments import ELSEWHERE, check_ddp_options, known_ddp_options
-from lightning_bytescheduler.diloco.batch_size import resolve_batch_size
 from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, run_options
+from lightning_bytescheduler.diloco.loaders import resolve_batch_size
 from lightning_bytescheduler.diloco.outer_timeline import beside
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.exceptions import OptionError

@@ -129,7 +129,7 @@ class OuterOptimizer:
         """Copies of weights and optimizer state: tensors and primitives only."""
         return {
             "weights": {name: tensor.clone() for name, tensor in self.weights.items()},
-            "optimizer": _copied(self._optimizer.state_dict()),
+            "optimizer": copied(self._optimizer.state_dict()),
             "kind": type(self._optimizer).__name__,
         }
 
@@ -149,7 +149,7 @@ class OuterOptimizer:
                 f"The outer state in the checkpoint is of the optimizer {state['kind']}, and outer_optimizer makes "
                 f"{kind}. Go on with the one of before, or load the weights alone, with load_from_checkpoint()."
             )
-        self._optimizer.load_state_dict(_copied(state["optimizer"]))
+        self._optimizer.load_state_dict(copied(state["optimizer"]))
         for group in self._optimizer.param_groups:
             group.update(self._given)
             if "momentum" in self._given:
@@ -393,13 +393,13 @@ def _require_sane(parts: Mapping[str, Tensor], weight: int) -> None:
             )
 
 
-def _copied(state: Any) -> Any:
-    """The same with copies of its tensors, which the optimizer would go on changing."""
+def copied(state: Any) -> Any:
+    """The same in host memory, with copies of its tensors, which training would go on changing."""
     if isinstance(state, Tensor):
-        return state.clone()
+        return state.detach().to("cpu", copy=True)
     if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    return [_copied(value) for value in state] if isinstance(state, list) else state
+        return {key: copied(value) for key, value in state.items()}
+    return type(state)(map(copied, state)) if type(state) in (list, tuple) else state
 
 
 _WEIGHTS, _MOMENTUM = "weights.", "momentum."

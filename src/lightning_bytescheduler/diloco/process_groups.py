@@ -229,13 +229,29 @@ class JointCollectives:
         rows = self.gather(padded)
         return [row[:size].reshape(one) for row, size, one in zip(rows, sizes, shapes, strict=True)]
 
-    @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Fill tensors with those of rank 0."""
-        for tensor in tensors:
-            copy = tensor.detach().to("cpu", copy=True).contiguous()
-            broadcast_from_first(self.group, copy).wait()
-            tensor.copy_(copy)
+        fill(tensors, lambda flat: broadcast_from_first(self.group, flat).wait(), with_own=self.group.rank() == 0)
+
+
+@torch.no_grad()
+def fill(tensors: Iterable[Tensor], send: Callable[[Tensor], object], *, with_own: bool) -> None:
+    """Fill tensors with those of one rank, bit for bit.
+
+    Args:
+        tensors: Of the same shapes and types on all ranks.
+        send: Fills a tensor in host memory with that of the rank.
+        with_own: Whether this is the rank.
+    """
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault(tensor.dtype, []).append(tensor)
+    for same in by_type.values():
+        flat = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in same])
+        send(flat)
+        if not with_own:
+            for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
+                tensor.copy_(part.view_as(tensor))
 
 
 class WorkerGroup:
@@ -300,25 +316,10 @@ class WorkerGroup:
         self._broadcast(content)
         return bytes(content.tolist()).decode()
 
-    @torch.no_grad()
     def share(self, tensors: Iterable[Tensor]) -> None:
-        """Fill tensors with the leader's, bit for bit.
-
-        Args:
-            tensors: Of the same shapes and types on all ranks.
-        """
-        if self._group is None:
-            return
-        by_type: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            by_type.setdefault(tensor.dtype, []).append(tensor)
-        for same in by_type.values():
-            flat = torch.cat([tensor.detach().reshape(-1).cpu() for tensor in same])
-            self._broadcast(flat)
-            if not self.leads:
-                parts = flat.split([tensor.numel() for tensor in same])
-                for tensor, part in zip(same, parts, strict=True):
-                    tensor.copy_(part.view_as(tensor))
+        """Fill tensors with the leader's, see :func:`fill`."""
+        if self._group is not None:
+            fill(tensors, self._broadcast, with_own=self.leads)
 
     def _broadcast(self, tensor: Tensor) -> None:
         if self._group is not None and tensor.numel():

@@ -1,21 +1,32 @@
-"""The record of a run's rounds: what each worker did when. One line of JSON per round, written by worker 0.
+"""The record of a run's rounds: what each worker did when; its picture, and the command that makes it.
 
-Times are seconds of the batch scheduler's clock, when its messages came in. Limits: where sending overlaps with
-training, a worker trains while it is recorded as sending, waiting or receiving.
+One line of JSON per round, written by worker 0. Times are seconds of the batch scheduler's clock, when its messages
+came in. Limits: where sending overlaps with training, a worker trains while it is recorded as sending, waiting or
+receiving.
+
+The picture has a row for each worker. It needs matplotlib, which is imported when a picture is drawn. A handful of
+rounds make a readable picture, a hundred do not.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO, Annotated, Literal, TypeAlias
+from typing import IO, TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import msgspec
 
 from lightning_bytescheduler.checks import read_lines
 from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.timeline.picture import INK, add_picture, add_record, among, headed, in_colours, page
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
 
@@ -164,3 +175,185 @@ class RoundFile:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+_ACTIVITIES: dict[Activity, tuple[str, str, str]] = {  # colour, in the picture, in the table
+    "receiving": ("#8456b5", "fetching weights", "fetching"),
+    "working": ("#3f86d1", "training", "training"),
+    "sending": ("#e58f2a", "sending its pseudo-gradient", "sending"),
+    "waiting": ("#d7263d", "waiting for the others", "waiting"),
+}
+_TABLE: tuple[Activity, ...] = ("working", "waiting", "sending", "receiving")
+_ROUNDS_SHOWN = 6
+_ROUNDS_MARKED = 20  # of more, lines would hide what is drawn
+_PAGE = 11.0  # inches for all workers
+_LEAST_LABELLED = 0.25  # inches of a row that has room for text
+_NAME_LENGTH, _HEAD, _TAIL = 30, 17, 12  # letters
+_UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
+_ENOUGH = 3.0  # of a unit, to take it
+_LETTER = 0.0068  # width of a letter, and some air, as a share of the width of the axes
+
+
+def draw_rounds(
+    record: Sequence[RoundRecord], out: str | os.PathLike[str], *, rounds: tuple[int, int] | None = None
+) -> None:
+    """Draw what each worker did in some rounds.
+
+    Args:
+        record: The rounds; see ``read_rounds``.
+        out: The file to write. Its suffix names the format (png, svg, pdf, ...); parent directories are created.
+        rounds: First round to draw, and the one after the last, as in ``range``. By default the last six.
+
+    Raises:
+        ImportError: If matplotlib is not installed; the message names the extra to install.
+        OptionError: If the record has none of ``rounds``, or matplotlib does not know the suffix of ``out``.
+        OSError: If ``out`` cannot be written.
+    """
+    if not record:
+        raise OptionError("record", [], "of one round or more")
+    shown = list(record[-_ROUNDS_SHOWN:] if rounds is None else _among(record, rounds))
+    workers = sorted({worker.worker for one in shown for worker in one.workers}, key=_natural)
+    height = 2.4 + _row_height(len(workers)) * max(len(workers), 2)
+    with page(out, "Drawing rounds", 12.5, height) as figure:
+        numbers = f"{shown[0].round}" if len(shown) == 1 else f"{shown[0].round} to {shown[-1].round}"
+        found = f"workers waited {waiting_share(shown):.1%} of their time"
+        heading = f"Round{'s' if len(shown) > 1 else ''} {numbers}: {found}"
+        _draw(figure, shown, workers, heading)
+
+
+def _row_height(workers: int) -> float:
+    """In inches: of a few workers as is comfortable, of many as much as a page has."""
+    return min(0.45, max(_PAGE / max(workers, 1), 0.12))
+
+
+def _among(record: Sequence[RoundRecord], rounds: tuple[int, int]) -> list[RoundRecord]:
+    chosen = among([one.round for one in record], rounds, "rounds")
+    return [one for one in record if one.round in chosen]
+
+
+def _natural(name: str) -> tuple[int, str]:
+    """Sorts ``worker 2`` before ``worker 10``, where names differ in a number at the end."""
+    return len(name), name
+
+
+def _draw(figure: Figure, shown: Sequence[RoundRecord], workers: Sequence[str], heading: str) -> None:
+    from matplotlib.patches import Patch
+
+    origin, whole = shown[0].start, shown[-1].end - shown[0].start
+    unit, seconds = next(((u, s) for u, s in _UNITS if whole >= _ENOUGH * s), _UNITS[-1])
+
+    def at(moment: float) -> float:
+        return (moment - origin) / seconds
+
+    axes: Axes = figure.subplots()
+    end = whole / seconds or 1.0
+    few = len(shown) <= _ROUNDS_MARKED
+    height = _row_height(len(workers))
+    axes.set_xlim(0, end)
+    axes.set_ylim(max(len(workers), 1) - 0.4, -0.55 - 0.4 * 0.45 / height)
+    axes.set_yticks(range(len(workers)), _short(workers), fontsize=min(10.0, 52 * height))
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel(f"time ({unit})")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    labelled_until = -1.0
+    for one in shown:
+        start = at(one.start)
+        axes.axvline(start, color=INK, linewidth=1.2 if few else 0.5)
+        label = f" round {one.round}"
+        width = 1.5 * (len(label) + 1) * _LETTER * end
+        if labelled_until <= start <= end - width:  # where rounds are short, some of them have their number
+            axes.text(start, -0.62, label, va="bottom", weight="bold", color=INK, clip_on=True)
+            labelled_until = start + width
+        if one.decided is not None and few:
+            axes.axvline(at(one.decided), color=INK, linewidth=0.8, linestyle=":")
+        for worker in one.workers:
+            row = workers.index(worker.worker)
+            for activity, (colour, *_) in _ACTIVITIES.items():
+                bars = [(at(begin), (stop - begin) / seconds) for kind, begin, stop in worker.spans if kind == activity]
+                drawn = axes.broken_barh(bars, (row - 0.34, 0.68), facecolors=colour)
+                if not worker.merged:
+                    drawn.set(hatch="////", edgecolor="white", linewidth=0)
+            if height >= _LEAST_LABELLED:
+                spans = [(at(begin), at(stop)) for kind, begin, stop in worker.spans if kind == "working"]
+                _label(axes, spans, row, f"{worker.steps:,} steps", f"{worker.samples:,} samples")
+    others: list[Artist] = []
+    if few:
+        others += axes.plot([], [], color=INK, linewidth=0.8, linestyle=":", label="end decided")
+    if not all(worker.merged for one in shown for worker in one.workers):
+        others.append(Patch(facecolor="#aab4be", hatch="////", edgecolor="white", linewidth=0, label="not merged"))
+    in_colours(figure, {meaning: colour for colour, meaning, _ in _ACTIVITIES.values()}, *others)
+    headed(figure, heading)
+    samples = sum(one.samples for one in shown)
+    axes.set_title(f"{samples:,} samples became part of the weights", loc="left", fontsize=11, color=INK)
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    """Names that leave room for the picture, as long as they can still be told apart."""
+    short = [name if len(name) <= _NAME_LENGTH else f"{name[:_HEAD]}…{name[-_TAIL:]}" for name in names]
+    return short if len(set(short)) == len(names) else list(names)
+
+
+def _label(axes: Axes, spans: Sequence[tuple[float, float]], row: int, *lines: str) -> None:
+    """Write into the bar of a worker's training what fits."""
+    for start, end in spans:
+        for text in (", ".join(lines), lines[0]):
+            if end - start > len(text) * _LETTER * axes.get_xlim()[1]:
+                axes.text(
+                    (start + end) / 2,
+                    row,
+                    text,
+                    ha="center",
+                    va="center",
+                    color="white",
+                    fontsize=9,
+                    clip_on=True,
+                    # Also over hatches and the line at which the end was decided.
+                    bbox={"facecolor": _ACTIVITIES["working"][0], "edgecolor": "none", "pad": 1.0},
+                )
+                break
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``lightning-bytescheduler rounds``."""
+    add_record(parser, RECORD_NAME)
+    add_picture(parser, "rounds", of="rounds", default="all, and the last six in the picture")
+
+
+def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Sum up the rounds, and draw them where that was asked for.
+
+    Args:
+        options: The parsed arguments; ``record`` is the file.
+
+    Returns:
+        A title, and pairs of a label and a value to print below it.
+
+    Raises:
+        OptionError: If the file is not one of rounds, or an argument is not allowed.
+        ImportError: If a picture was asked for and matplotlib is not installed.
+        OSError: If a file cannot be read or written.
+    """
+    record = read_rounds(Path(options.record))
+    if not record:
+        raise OptionError("record", options.record, "a file with one round or more")
+    shown = record if options.rounds is None else _among(record, options.rounds)
+    if options.png is not None:
+        draw_rounds(record, options.png, rounds=options.rounds)
+    seconds = shown[-1].end - shown[0].start
+    samples = sum(one.samples for one in shown)
+    rows = [
+        ("rounds", f"{len(shown):,}"),
+        ("  without an outer step", f"{sum(not one.merged for one in shown):,}"),
+        ("time", f"{seconds:,.1f} s"),
+        ("samples", f"{samples:,}"),
+        ("samples per second", f"{samples / seconds if seconds else 0.0:,.1f}"),
+        ("waiting", f"{waiting_share(shown):.1%} of the workers' time"),
+    ]
+    for name in sorted({worker.worker for one in shown for worker in one.workers}, key=_natural):
+        parts = [worker for one in shown for worker in one.workers if worker.worker == name]
+        spent = {_ACTIVITIES[kind][2]: sum(part.seconds(kind) for part in parts) for kind in _TABLE}
+        total = sum(spent.values()) or 1.0
+        shares = ", ".join(f"{label} {share / total:.1%}" for label, share in spent.items())
+        rows.append((name, f"{sum(part.steps for part in parts):,} steps: {shares}"))
+    return [(options.record, rows)]

@@ -41,11 +41,9 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget
 from lightning_bytescheduler.diloco.round_record import Activity, RoundRecord
-from lightning_bytescheduler.diloco.round_roster import WorkerState
 
 _LEFT_EVERY_S = 0.5  # from one word on what is to go to the next
-_LOOK_S = 1.0
-_SILENT_STEPS, _SILENT_S = 3, 5.0  # a silence of their sum is logged
+_LOOK_S = 0.5
 
 
 class Rounds:
@@ -83,8 +81,6 @@ class Rounds:
         self._held: list[tuple[str, ToWorker] | RoundRecord] | None = None
         self._together = tuple(together)
         self._wishes: set[str] = set()  # what is to happen at the end of the round, of workers launched together
-        # When all last stood still; before the first round, since the first look.
-        self._still_since: float | None = None
         self._passed: dict[str, bool] = {}  # workers that have passed the end of a round, and whether they stop
         self._sent_at: dict[str, float] = {}  # when each worker was through
         self._now = 0.0
@@ -122,25 +118,6 @@ class Rounds:
         self._now = now
         if not self._together or self._held is None:  # no worker is silent while all stand still
             self.scheduler.tick(now=now)
-
-    def silent(self, *, now: float) -> list[str]:
-        """Workers launched together that the others wait for, or will, and that have not been heard of for long.
-
-        One may have failed before it has joined, before it has reported a step, or while all stand still.
-        """
-        if self._still_since is None:  # the first look
-            self._still_since = now
-        still_for_long = now > self._still_since + _SILENT_S
-
-        def is_silent(name: str) -> bool:
-            worker = self.scheduler.workers.get(name)
-            if self.stand_still or worker is None:
-                return still_for_long and name not in self._passed
-            allowed = _SILENT_STEPS * (worker.step_time.seconds or 0.0) + _SILENT_S
-            busy = worker.is_training or worker.state is WorkerState.SENDING
-            return busy and now > worker.heard + allowed
-
-        return list(filter(is_silent, self._together))
 
     def end_now(self, steps: int) -> None:
         """End the current round for all, at the request of one worker.
@@ -214,7 +191,7 @@ class Rounds:
             halts=bool(self._wishes) or stops,
         )
         self._wishes, self._passed, self._sent_at = set(), {}, {}
-        self._held, self._still_since = [] if ended.halts else None, self._now
+        self._held = [] if ended.halts else None
         for worker in self._together:
             self._post(worker, ended)
 
@@ -251,8 +228,7 @@ class RoundsThread:
         workers: Names of all workers.
         post: Sends a message to a worker; called on the thread.
         on_round: Called on the thread with each round that has ended.
-        on_silence: Called on the thread while :meth:`Rounds.silent` finds workers, every now and then, with whether all
-            stand still.
+        look: Called on the thread again and again, with whether all stand still: finds out whether all workers live.
         on_error: Called on the thread with what it failed with.
     """
 
@@ -264,18 +240,17 @@ class RoundsThread:
         workers: Sequence[str],
         post: Callable[[str, ToWorker], None],
         on_round: Callable[[RoundRecord], object],
-        on_silence: Callable[[bool], object],
+        look: Callable[[bool], object],
         on_error: Callable[[BaseException], object],
     ) -> None:
         self._workers = tuple(workers)
         everyone = replace(options, start_workers=len(workers))
         self._rounds = Rounds(target, everyone, post=post, end=on_round, together=workers)
         self._post = post
-        self._on_silence = on_silence
+        self._look = look
         self._on_error = on_error
         self._inbox: queue.SimpleQueue[FromWorker | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # held while the scheduler takes in a message
-        self._looked = 0.0
         self._thread = threading.Thread(target=self._run, name="bytescheduler-rounds", daemon=True)
 
     def start(self, rounds_over: int) -> None:
@@ -320,12 +295,6 @@ class RoundsThread:
                         return
                     with self._lock:
                         self._rounds.handle(message, now=time.monotonic())
-                self._look_for_silence()
+                self._look(self._rounds.stand_still)
         except BaseException as error:
             self._on_error(error)
-
-    def _look_for_silence(self) -> None:
-        now = time.monotonic()
-        if now - self._looked >= _SILENT_S and self._rounds.silent(now=now):
-            self._looked = now
-            self._on_silence(self._rounds.stand_still)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
@@ -232,9 +231,9 @@ class LeadingRuntime(Runtime):
         self._board = board
         self._world, self._full, self._timeout = world, options.worker_states, timeout
         self._name = name = worker_name(world.worker)
-        self._silence = min(NATIVE_S, timeout / 4)
+        # What a validation or a checkpoint does may keep the interpreter for longer than a step does.
+        silence = min(NATIVE_S, timeout / 4)
         self._stopped = self._idle = False
-        self._examining: threading.Thread | None = None
         self._kept = KeptStates(2 if options.run.overlap else 1)
         self.state = OuterState(trained, weighting=options.run.weighting, **options.outer_step)
         self.timeline = OuterTimeline(options.timeline, rank=world.rank, worker=name)
@@ -263,7 +262,7 @@ class LeadingRuntime(Runtime):
                 workers=[worker_name(number) for number in range(world.workers)],
                 post=self._say,
                 on_round=on_round,
-                on_silence=self._examine,
+                look=lambda halted: board.no_hope((1 + halted) * silence),
                 on_error=self._on_error,
             )
         session = Session(
@@ -277,6 +276,7 @@ class LeadingRuntime(Runtime):
             flush=flush,
             timeout=timeout,
             timeline=self.timeline,
+            no_hope=lambda: board.no_hope(2 * silence),
         )
         super().__init__(session, board)
         hears: Callable[[Any], None] = session.receive if self._rounds is None else self._rounds.post
@@ -320,7 +320,6 @@ class LeadingRuntime(Runtime):
             numbers=None if own is None else own["random"],
             kept=self._kept,
             own_state=self._own_state,
-            check=self._check,
         )
         self.states.begun()
 
@@ -333,12 +332,6 @@ class LeadingRuntime(Runtime):
             "rounds": {"round": self._rounds.rounds_over},
             "unsent": self._exchange.state_dict(),
         }
-
-    def _check(self) -> None:
-        """Raise what another rank has failed with; where no round is waited for, no other thread looks at them."""
-        self.session.check()
-        if (cause := self._board.no_hope()) is not None:
-            raise cause
 
     def _own_state(self) -> dict[str, Any]:
         """What this worker alone has at the begin of a round.
@@ -385,25 +378,8 @@ class LeadingRuntime(Runtime):
                     if thread is not None:
                         thread.stop(_MOMENT_S if failed else _STOP_S)
             self._idle = self._exchange.stop(_STOP_S) and not failed
-            if self._examining is not None:
-                self._examining.join(_STOP_S)
             self.timeline.close()
         return self._idle
-
-    def _examine(self, stand_still: bool) -> None:
-        """Some workers have not been heard of: find out whether they live."""
-        if self._examining is not None and self._examining.is_alive():
-            return
-
-        def examine() -> None:
-            heard = RuntimeError("some workers were not heard of for long")
-            # What a validation or a checkpoint does may keep the interpreter for longer than a step does.
-            found = self._board.diagnose(heard, silence=2 * self._silence if stand_still else self._silence)
-            if isinstance(found, RankFailedError):
-                self._end_session(found)
-
-        self._examining = threading.Thread(target=examine, name="bytescheduler-outer-examine", daemon=True)
-        self._examining.start()
 
     def _on_error(self, error: BaseException) -> BaseException:
         """Something failed on one of the threads: find out why, and let everybody here know."""

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -76,7 +76,9 @@ from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
 
 if TYPE_CHECKING:
+    from lightning_bytescheduler.diloco.coordinator_transport import CoordinatorTransport
     from lightning_bytescheduler.slices.tracker import TrainedRun
+    from lightning_bytescheduler.slices.training import TrackedTraining
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +107,7 @@ class Exchange(Protocol):
         """Whether something is left out of what is sent, to be sent later."""
 
     @property
-    def source(self) -> GlobalState | None:
+    def source(self) -> CoordinatorTransport | None:
         """Where the global weights are; ``None`` among ranks launched together, which all have them."""
 
     def start(self, contribution: Contribution, wanted: Callable[[], bool] = lambda: True) -> Upload:
@@ -126,32 +128,6 @@ class Exchange(Protocol):
 
     def fetch_mean(self, round: int, chain: str) -> Future[Mean | None]:
         """The mean of a round that has ended, if it follows weights of that chain."""
-
-
-class GlobalState(Protocol):
-    """Where a worker that is far behind takes the global weights from."""
-
-    def flush(self, timeout: float) -> bool:
-        """Wait until all messages are heard; returns whether they were, in time."""
-
-    def provide(self, payload: bytes) -> Future[bool]:
-        """Send this worker's weights as the first ones; whether there are some then."""
-
-    def fetch_state(self) -> Future[tuple[bytes, int, str]]:
-        """The global state as it is now, its version and its chain."""
-
-
-class TrackedData(Protocol):
-    """Slices that a coordinator hands out, on a worker's first rank. Nothing waits."""
-
-    def take_trained(self) -> list[TrainedRun]:
-        """What was trained on since the last call."""
-
-    def merged(self, runs: Sequence[TrainedRun]) -> None:
-        """Samples are part of the run's weights, or of an update that will be."""
-
-    def reset(self, unmerged: Sequence[TrainedRun]) -> None:
-        """What was made of all samples but these, which are still to be sent, is in the run's weights or lost."""
 
 
 @dataclass(slots=True)
@@ -282,7 +258,7 @@ class Unmerged:
         self.rewound = False
         self.beside = beside
         self.taken = 0
-        self.data: TrackedData | None = None
+        self.data: TrackedTraining | None = None
         self._steps = self._samples = 0  # carried from rounds without a quorum, as the next
         self._carried: tuple[TrainedRun, ...] = ()
         self._runs: tuple[TrainedRun, ...] = ()  # trained on since the last update

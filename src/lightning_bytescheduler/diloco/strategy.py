@@ -29,11 +29,10 @@ from lightning_bytescheduler.ddp.batches import loader_resumes
 from lightning_bytescheduler.ddp.decided_fit import FitOptions, FitTuning
 from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE, RankStrategy, callbacks_of, introduce, model_facts
 from lightning_bytescheduler.ddp.sigterm import worker_signals
-from lightning_bytescheduler.diloco.batch_size import resolve_batch_size, with_batch_size
 from lightning_bytescheduler.diloco.coordinator_client import resolve_coordinator
 from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, wire_named
-from lightning_bytescheduler.diloco.epoch_shares import share_of, shared_loader
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
+from lightning_bytescheduler.diloco.loaders import resolve_batch_size, share_of, shared_loader, with_batch_size
 from lightning_bytescheduler.diloco.options import (
     OPTIONS_ELSEWHERE,
     WAY_OUT,

@@ -43,8 +43,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE
-from lightning_bytescheduler.diloco.epoch_shares import share_of
+from lightning_bytescheduler.diloco.loaders import share_of
 from lightning_bytescheduler.diloco.mailbox import Caller, await_key, connection_to
+from lightning_bytescheduler.diloco.outer_optimizer import copied
 from lightning_bytescheduler.diloco.process_groups import WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.session import Session
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
@@ -98,14 +99,14 @@ def take(
         "global_step": trainer.global_step,
         "loops": _progress(trainer, after_batch=after_batch, halted=halted),
         "schedulers": [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
-        "buffers": {name: _kept(buffer) for name, buffer in _buffers(module).items()},
+        "buffers": {name: copied(buffer) for name, buffer in _buffers(module).items()},
         "random": random_numbers(trainer.strategy.root_device) if numbers is None else dict(numbers),
         "position": None if share is None else share[1].position,
     }
     if precision:
-        taken["precision"] = {type(trainer.precision_plugin).__qualname__: _kept(precision)}
+        taken["precision"] = {type(trainer.precision_plugin).__qualname__: copied(precision)}
     if full:
-        taken["optimizers"] = [_kept(optimizer.state_dict()) for optimizer in trainer.strategy.optimizers]
+        taken["optimizers"] = [copied(optimizer.state_dict()) for optimizer in trainer.strategy.optimizers]
     return taken
 
 
@@ -191,17 +192,6 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
         for name, buffer in part.named_buffers(recurse=False)
         if name not in part._non_persistent_buffers_set
     }
-
-
-def _kept(state: Any) -> Any:
-    """The same in host memory, with copies of its tensors, which training would go on changing."""
-    if isinstance(state, Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return {key: _kept(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(_kept(value) for value in state) if type(state) in (list, tuple) else state
-    return state
 
 
 _OVER = "states/over"
@@ -355,7 +345,6 @@ class WorkerStates:
         numbers: Random numbers that are to be drawn on from when the first batch is asked for, if others than now.
         kept: What this worker answers with, if it does not write itself.
         own_state: Says what else this worker alone has.
-        check: Called while others are waited for; raises if one has failed.
     """
 
     def __init__(
@@ -369,9 +358,7 @@ class WorkerStates:
         numbers: Mapping[str, Any] | None,
         kept: KeptStates,
         own_state: Callable[[], dict[str, Any]],
-        check: Callable[[], None],
     ) -> None:
-        self._check = check
         self._trainer = trainer
         self._session = session
         self._own_state = own_state
@@ -385,7 +372,7 @@ class WorkerStates:
         if not world.worker:
             others = [worker_name(number) for number in range(1, world.workers)]
             limit = _SHARE_OF_TIMEOUT * timeout
-            self._collection = StateCollection(world.store, others, limit=limit, check=check)
+            self._collection = StateCollection(world.store, others, limit=limit, check=session.check)
         self._session.at_begin = self._begun_after_batch
 
     def begun(self) -> None:
@@ -457,7 +444,7 @@ class WorkerStates:
             if self._collection is not None:
                 self._collection.end()
             elif not failed:
-                await_writer(self._store, self._timeout, self._check)
+                await_writer(self._store, self._timeout, self._session.check)
         finally:
             self._kept.close()
 

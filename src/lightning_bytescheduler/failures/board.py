@@ -255,7 +255,8 @@ class FaultBoard:
         self._store_lost = False
         self._ready_to_leave = False  # knows of the failure, or leaves in order
         self._left = False  # has told that it leaves
-        self._asked_at = -math.inf  # when a thread last asked whether the others may answer
+        # When a thread last asked whether the others may answer, and for how long a rank may show no sign of life.
+        self._asked = -math.inf, 2 * NATIVE_S
         self._askers = 0  # threads that wait for what the watcher learns
         self._urgent = False
         self._closing = False
@@ -358,15 +359,18 @@ class FaultBoard:
         """Whether the other ranks will not answer any more: one has failed, or the store is gone."""
         return self._notice is not None or self._outgoing is not None or self._store_lost
 
-    def no_hope(self) -> BaseException | None:
+    def no_hope(self, silence: float | None = None) -> BaseException | None:
         """Why the other ranks will not answer any more; ``None`` while they may.
 
         Code that waits for them calls this again and again. Then the board's thread looks at them, and a rank that has
         shown no sign of life for long has failed.
+
+        Args:
+            silence: How long that is, in seconds.
         """
         if self.hopeless:
             return self.diagnose(RuntimeError("c10d: the store is gone"))
-        self._asked_at = time.monotonic()
+        self._asked = time.monotonic(), 2 * NATIVE_S if silence is None else silence
         return None
 
     def take_over(self) -> None:
@@ -493,8 +497,8 @@ class FaultBoard:
 
     def _vanished(self, asked: bool) -> list[int]:
         """Ranks that came, and have shown no sign of life for long: while a thread asked, or the training waited."""
-        came = self._signs.standings()
-        return [rank for rank in self._signs.silent((2 if asked else _VANISHED) * NATIVE_S) if rank in came]
+        silent = self._signs.silent(self._asked[1] if asked else _VANISHED * NATIVE_S)
+        return [rank for rank in silent if rank in self._signs.standings()]
 
     def _locate(self, error: BaseException) -> BaseException:
         """Name a rank that has vanished without breaking a connection; if all live, say what each is doing."""
@@ -602,7 +606,7 @@ class FaultBoard:
                 stop.look()
             notice = self._exchange_notices()
             leaves = self._ready_to_leave
-            asked = bool(self._askers) or time.monotonic() - self._asked_at < _ASKED_S
+            asked = bool(self._askers) or time.monotonic() - self._asked[0] < _ASKED_S
             standstill = self._signs.beat(self._stand(), left=leaves, examine=asked)
             self._left = leaves
         except RuntimeError:
