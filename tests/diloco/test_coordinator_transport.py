@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_bytescheduler.compression.wire_format import WireFormat
+from lightning_bytescheduler.diloco.coordinator_client import CoordinatorTransport
 from lightning_bytescheduler.diloco.coordinator_protocol import UpdateReceipt, encode_frame
-from lightning_bytescheduler.diloco.coordinator_transport import CoordinatorTransport
 from lightning_bytescheduler.diloco.outer_optimizer import Contribution
 
 SIZE = 300
@@ -103,7 +103,7 @@ def test_of_an_update_that_was_there_in_another_version_nothing_is_known(sender:
 
 
 def test_a_round_that_has_not_begun_there_is_asked_for_again(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_bytescheduler.diloco.coordinator_transport._ASK_AGAIN_S", 0.001)
+    monkeypatch.setattr("lightning_bytescheduler.diloco.coordinator_client._ASK_AGAIN_S", 0.001)
     sender.send(draw(1), (409, "the last one is 0"), (409, "the last one is 0"), (200, "added"), total=0)
     assert len(set(sender.client.bodies)) == 1
     assert len(sender.client.bodies) == 3

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
 from lightning_bytescheduler import DiLoCoStrategy
+from lightning_bytescheduler.diloco import runtime
 from lightning_bytescheduler.failures import board
 from tests.faults.bounds import set_bounds
 
@@ -99,6 +100,7 @@ def saved_in(folder: str) -> list[Callback]:
 def main(options: dict[str, Any]) -> None:
     rank_zero_only.rank = int(os.environ["RANK"])
     set_bounds()
+    runtime._MOMENT_S = 30.0  # for a thread to end
     board.NATIVE_S = options.get("native", board.NATIVE_S)
     trainer = Trainer(
         accelerator="cpu",

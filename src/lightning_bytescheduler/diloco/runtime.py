@@ -21,9 +21,12 @@ import msgspec
 from torch import nn
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.diloco.coordinator_client import CoordinatorAddress, CoordinatorClient
+from lightning_bytescheduler.diloco.coordinator_client import (
+    CoordinatorAddress,
+    CoordinatorClient,
+    CoordinatorTransport,
+)
 from lightning_bytescheduler.diloco.coordinator_protocol import PROTOCOL, Hello, ModelParameter, RunOptions, Welcome
-from lightning_bytescheduler.diloco.coordinator_transport import CoordinatorTransport
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman, connection_to, post
 from lightning_bytescheduler.diloco.messages import LeaveRounds, PseudoGradientArrived, ToWorker, decode, encode
@@ -262,7 +265,7 @@ class LeadingRuntime(Runtime):
                 workers=[worker_name(number) for number in range(world.workers)],
                 post=self._say,
                 on_round=on_round,
-                look=lambda halted: board.no_hope((1 + halted) * silence),
+                look=lambda halted: board.look_after_others((1 + halted) * silence),
                 on_error=self._on_error,
             )
         session = Session(
@@ -276,7 +279,7 @@ class LeadingRuntime(Runtime):
             flush=flush,
             timeout=timeout,
             timeline=self.timeline,
-            no_hope=lambda: board.no_hope(2 * silence),
+            no_hope=board.no_hope,
         )
         super().__init__(session, board)
         hears: Callable[[Any], None] = session.receive if self._rounds is None else self._rounds.post

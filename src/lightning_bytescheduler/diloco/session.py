@@ -76,7 +76,7 @@ from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
 
 if TYPE_CHECKING:
-    from lightning_bytescheduler.diloco.coordinator_transport import CoordinatorTransport
+    from lightning_bytescheduler.diloco.coordinator_client import CoordinatorTransport
     from lightning_bytescheduler.slices.tracker import TrainedRun
     from lightning_bytescheduler.slices.training import TrackedTraining
 

@@ -359,19 +359,26 @@ class FaultBoard:
         """Whether the other ranks will not answer any more: one has failed, or the store is gone."""
         return self._notice is not None or self._outgoing is not None or self._store_lost
 
-    def no_hope(self, silence: float | None = None) -> BaseException | None:
+    def no_hope(self) -> BaseException | None:
         """Why the other ranks will not answer any more; ``None`` while they may.
 
         Code that waits for them calls this again and again. Then the board's thread looks at them, and a rank that has
         shown no sign of life for long has failed.
-
-        Args:
-            silence: How long that is, in seconds.
         """
+        if self.fault is not None:
+            return self.fault
         if self.hopeless:
             return self.diagnose(RuntimeError("c10d: the store is gone"))
-        self._asked = time.monotonic(), 2 * NATIVE_S if silence is None else silence
+        self.look_after_others(2 * NATIVE_S)
         return None
+
+    def look_after_others(self, silence: float) -> None:
+        """Have the board's thread look at the other ranks for a second, and take those for dead that are silent.
+
+        Args:
+            silence: How long they must have shown no sign of life, in seconds.
+        """
+        self._asked = time.monotonic(), silence
 
     def take_over(self) -> None:
         """Note that the training thread is back with a failure, and will end by itself."""
