@@ -709,6 +709,7 @@ class CoordinatorTransport:
         self._sizes = sizes
         self.residuals: dict[int, Tensor | None] = {}
         self._codec = ThreadPoolExecutor(1, thread_name_prefix=_CODEC)
+        self._coding: Future[Any] | None = None  # the last job that the codec was given
 
     @property
     def keeps_residuals(self) -> bool:
@@ -764,12 +765,13 @@ class CoordinatorTransport:
     def stop(self, timeout: float) -> bool:
         """End the connection and the threads; returns whether they ended within ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
-        coded = self._codec.submit(bool)  # after what is encoded now
-        ended = self.client.stop(timeout)
+        ended, coding = self.client.stop(timeout), self._coding
+        self._codec.shutdown(wait=False, cancel_futures=True)
         # A running encoding cannot be interrupted, and takes seconds for a large model: it is left to end by itself.
-        idle = not wait([coded], max(deadline - time.monotonic(), 0.0)).not_done
-        self._codec.shutdown(wait=idle, cancel_futures=True)
-        return ended and idle
+        if coding is None or not wait([coding], max(deadline - time.monotonic(), 0.0)).not_done:
+            self._codec.shutdown(wait=True)  # of an idle thread
+            return ended
+        return False
 
     # ------------------------------------------------------------------ coroutines
 
@@ -871,4 +873,5 @@ class CoordinatorTransport:
         return answer.status < 300 or answer.status == _NOT_NOW  # another worker has sent some
 
     async def _coded(self, function: Callable[..., _T], *arguments: object) -> _T:
-        return await asyncio.wrap_future(self._codec.submit(function, *arguments))
+        coding = self._coding = self._codec.submit(function, *arguments)
+        return await asyncio.wrap_future(coding)
