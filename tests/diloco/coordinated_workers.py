@@ -86,7 +86,7 @@ class ThreadWorker:
             made,
             self.module,
             given=given or {},
-            group=WorkerGroup(),
+            group=WorkerGroup(no_hope=self.board.no_hope),
             board=self.board,
             flush=lambda: None,
             timeout=timeout,

@@ -260,14 +260,24 @@ class WorkerGroup:
     Args:
         group: Over the worker's ranks; gloo. ``None`` for a worker of one rank, which has no other rank to ask or tell.
         timeout: Longest wait for other workers, in seconds.
+        no_hope: Called about once a second while the leader waits for other workers: why another rank, of this worker
+            or of those that were launched with it, will not go on; else ``None``.
 
     Attributes:
+        no_hope: As given.
         cause: Of the end, once :meth:`abort` was called.
     """
 
     cause: BaseException | None = None
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 0.0) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = 0.0,
+        no_hope: Callable[[], BaseException | None] = lambda: None,
+    ) -> None:
+        self.no_hope = no_hope
         self._group = group
         self._timeout = _PATIENCE * timeout
 

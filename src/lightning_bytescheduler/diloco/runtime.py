@@ -279,7 +279,6 @@ class LeadingRuntime(Runtime):
             flush=flush,
             timeout=timeout,
             timeline=self.timeline,
-            no_hope=board.no_hope,
         )
         super().__init__(session, board)
         hears: Callable[[Any], None] = session.receive if self._rounds is None else self._rounds.post
@@ -500,7 +499,6 @@ class CoordinatedRuntime(Runtime):
             exchange=self._transport,
             timeout=self._timeout,
             timeline=self._timeline,
-            no_hope=self._board.no_hope,
         )
         self.check()
         self.client.listen(self.session)

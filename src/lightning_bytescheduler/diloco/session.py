@@ -361,8 +361,6 @@ class Session:
         exchange: Carries pseudo-gradients.
         timeout: Longest wait for the other workers, in seconds.
         timeline: Where spans go.
-        no_hope: Called about once a second while something is waited for: why another rank of this worker, which hears
-            nothing of other workers, will not go on; else ``None``.
 
     Attributes:
         worker: As given, until a coordinator gives another one.
@@ -398,7 +396,6 @@ class Session:
         exchange: Exchange | None = None,
         timeout: float = 0.0,
         timeline: OuterTimeline | None = None,
-        no_hope: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
         self.worker = worker
         self.overlap = overlap
@@ -412,7 +409,6 @@ class Session:
         self._trained = trained
         self._flush = flush
         self._timeout = timeout
-        self._no_hope = no_hope
         self._timeline = OuterTimeline(worker=worker) if timeline is None else timeline
         self._lock = Condition()
         self._place = Place(counter=RoundCounter(worker))  # changes under the lock
@@ -764,7 +760,7 @@ class Session:
                     meanwhile()
                     self._lock.release()  # which others need that this call may wait for
                     try:
-                        cause = self._no_hope()
+                        cause = self._group.no_hope()
                     finally:
                         self._lock.acquire()
                     if cause is not None:

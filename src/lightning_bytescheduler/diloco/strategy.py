@@ -390,7 +390,7 @@ class DiLoCoStrategy(RankStrategy):
                 self._address,
                 trainer.lightning_module,
                 given={name: value for name, value in self._options.given.items() if value is not None},
-                group=WorkerGroup(world.inside, timeout=timeout),
+                group=WorkerGroup(world.inside, timeout=timeout, no_hope=board.no_hope),
                 board=board,
                 flush=self.flush,
                 timeout=timeout,
@@ -625,7 +625,7 @@ class DiLoCoStrategy(RankStrategy):
         if module is None or world is None or board is None or self._boundaries is not None:
             return
         trainer, state, self._kept_state = module.trainer, self._kept_state, None
-        resumed, group = None, WorkerGroup(world.inside, timeout=self._longest_wait_s)
+        resumed, group = None, WorkerGroup(world.inside, timeout=self._longest_wait_s, no_hope=board.no_hope)
         boundaries: LoopBoundaries
         if isinstance(runtime, CoordinatedRuntime):
             data = None if self._slices is None else self._slices.training
