@@ -63,6 +63,17 @@ def test_each_caller_gets_its_own_answers(store: dist.Store, server: Mailbox) ->
     assert [call(first, "abc"), call(second, ""), call(first, "a\nb"), call(second, "xy")] == ["cba", "", "b\na", "yx"]
 
 
+@pytest.mark.parametrize("posts", [False, True])
+def test_a_sender_that_died_before_it_wrote_its_letter_does_not_hold_the_reader(store: dist.Store, posts: bool) -> None:
+    postman = Postman(store, "here", to="there", on_error=unexpected) if posts else None
+    server = Mailbox(store, "here", thread=NAME, handle=answer, on_error=unexpected, postman=postman)
+    assert call(caller_of(store), "ab") == "ba"
+    connection_to(store).add("here", 1)
+    assert server.stop(1.0)
+    assert server.stop(LONG)
+    assert postman is None or postman.stop(LONG)
+
+
 def test_a_caller_may_come_before_the_server(store: dist.Store) -> None:
     answers: list[str] = []
     caller = caller_of(store)

@@ -7,7 +7,7 @@ it was.
 For one thread.
 
 Whose updates are part of a round's sum: the sum and this book change together, so that the record of a round and the
-weights of what was merged are those of the sum, whatever the batch scheduler knows of a worker that has left meanwhile.
+weights of what was merged are those of the sum, also if the worker has left since.
 """
 
 from __future__ import annotations
@@ -524,7 +524,7 @@ class Run:
             self._rounds.handle(message, now=now)
 
     def merged(self, merge: Merge, *, oldest_mean: int) -> None:
-        """A round has become part of the weights: tell everybody, and go on.
+        """A round has become part of the weights: tell all workers, and go on.
 
         Args:
             merge: As ``merge`` was called with, and with its mean.
@@ -598,7 +598,7 @@ class Run:
         return saved
 
     def load_state_dict(self, state: Any, now: float) -> None:
-        """Carry on from what was kept. Call it before anybody joins.
+        """Carry on from what was kept. Call it before the first worker joins.
 
         Raises:
             OptionError: If it is not what :meth:`state_dict` gave, or of a run with other options.

@@ -66,7 +66,7 @@ _MOST_ENDED = 1000  # connections, after which it is not put off any longer
 
 @contextmanager
 def collected_rarely() -> Iterator[None]:
-    """Leave full collections of this process to its coordinator meanwhile: it is to do nothing else.
+    """Leave full collections of this process to its coordinator: it is to do nothing else.
 
     With a thousand workers a full collection stops all answers for 0.2 s, and what waits then takes seconds to catch
     up. Cycles are few: they are of connections that have ended. So all objects are looked at only at a round's end.

@@ -5,8 +5,8 @@ letters have the same number and none is overwritten. The one reader waits for o
 code and for as long as it takes. So it reads each letter once, in the order of the numbers. Letters of one connection
 keep their order, as the connection takes a number only after the letter before was written. A sender that dies between
 the two leaves a gap, at which the reader would wait forever. As with any rank that dies, the fault board then ends the
-training, and the end of its store ends the wait. An answer goes to a key that only its call knows, so answers need no
-order.
+training, and :meth:`Mailbox.stop` closes the mailbox at the gap. An answer goes to a key that only its call knows, so
+answers need no order.
 
 Each end has a connection of its own, as a wait blocks it.
 """
@@ -84,6 +84,7 @@ class Mailbox:
         self._handle = handle
         self._calls = calls
         self._on_error = on_error
+        self._awaited = ""  # the key of the next letter
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
         self._thread.start()
@@ -92,26 +93,34 @@ class Mailbox:
     def stop(self, timeout: float) -> bool:
         """End the reading after the letters that have come; idempotent.
 
+        If it has not ended after half the time, it ends at the letter that it waits for: a dead sender wrote none.
+
         Returns:
             Whether the thread ended within ``timeout`` seconds.
         """
         if not self._stopped:
             self._stopped = True
             atexit.unregister(self.stop)
-            if isinstance(self._closing, Postman):
-                self._closing.close(self._name)
-            else:
-                with suppress(RuntimeError):  # the store is gone, which ends the thread too
-                    post(self._closing, self._name, self._name, None)
-        self._thread.join(timeout)
+            self._close(partial(post, mailbox=self._name, sender=self._name, text=None))
+            self._thread.join(timeout / 2)
+            if self._thread.is_alive():
+                self._close(partial(_fill, key=self._awaited, sender=self._name))
+        self._thread.join(timeout / 2)
         return not self._thread.is_alive()
+
+    def _close(self, write: Callable[[dist.Store], object]) -> None:
+        if isinstance(self._closing, Postman):
+            self._closing.write(write)
+        else:
+            with suppress(RuntimeError):  # the store is gone, which ends the thread too
+                write(self._closing)
 
     def _run(self) -> None:
         number = 0
         try:
             while True:
                 number += 1
-                key = f"{self._name}/{number}"
+                key = self._awaited = f"{self._name}/{number}"
                 self._store.wait([key], _NO_LIMIT)
                 letter = decoded(_LETTERS, self._store.get(key), sender=f"a rank to {self._name}", of="its letters")
                 self._store.delete_key(key)
@@ -168,9 +177,9 @@ class Postman:
         for message in messages:
             self._queue.put(message)
 
-    def close(self, mailbox: str) -> None:
-        """Have a mailbox closed, after all that was posted before; at once, never blocks."""
-        self._queue.put(partial(post, mailbox=mailbox, sender=self._sender, text=None))
+    def write(self, work: Callable[[dist.Store], object]) -> None:
+        """Have something written to the store, after all that was posted before; at once, never blocks."""
+        self._queue.put(work)
 
     def answer(self, key: str, make: Callable[[], bytes]) -> None:
         """Have the answer to a call made and posted; at once, never blocks."""
@@ -279,3 +288,8 @@ def post(store: dist.Store, mailbox: str, sender: str, text: str | None, answer_
     """Post a letter now, on this thread; without a text, it closes the mailbox."""
     letter = _Letter(sender, text, answer_to)
     store.set(f"{mailbox}/{store.add(mailbox, 1)}", msgspec.json.encode(letter).decode())
+
+
+def _fill(store: dist.Store, key: str, sender: str) -> None:
+    """Write a closing letter in the place of one that has not come."""
+    store.compare_set(key, "", msgspec.json.encode(_Letter(sender)).decode())

@@ -239,7 +239,7 @@ class OuterState:
     Attributes:
         trained: As given.
         samples: That this worker has processed, by fragment, since that was last part of a mean.
-        changed: Fragments whose trained weights were replaced here; whoever looks at that clears it.
+        changed: Fragments whose trained weights were replaced here; its reader clears it.
     """
 
     def __init__(

@@ -384,7 +384,7 @@ class LeadingRuntime(Runtime):
         return self._idle
 
     def _on_error(self, error: BaseException) -> BaseException:
-        """Something failed on one of the threads: find out why, and let everybody here know."""
+        """Something failed on one of the threads: find out why, and tell all waits here."""
         if self._stopped:
             return error
         cause = self._exchange.abort_cause or self._board.explain(error)

@@ -580,7 +580,7 @@ class Session:
             self._post(EndRound(worker=self.worker, round=self.round, now=now, steps=self._place.counter.steps, **wish))
 
     def pass_on(self, *, stop: bool = False) -> bool:
-        """Go on after everybody stood still, or stop if any worker does; returns whether training goes on."""
+        """Go on after all stood still, or stop if any worker does; returns whether training goes on."""
         if self.halted and not self.over:
             self._together(lambda: self._pass_on(stop=stop))
         return not self.over

@@ -86,7 +86,7 @@ _T = TypeVar("_T")
 
 @contextmanager
 def shared_metrics(module: nn.Module, joint: JointCollectives) -> Iterator[None]:
-    """Have the metrics in ``module`` gather from all ranks meanwhile, unless they were told how to gather."""
+    """Have the metrics in ``module`` gather from all ranks within this, unless they were told how to gather."""
     metrics = [m for m in module.modules() if isinstance(m, Metric) and m.dist_sync_fn is m.process_group is None]
     for metric in metrics:
         metric.dist_sync_fn = joint.gather_uneven
@@ -114,7 +114,7 @@ def open_rounds_file(trainer: pl.Trainer, *, append: bool) -> RoundFile:
 
 @contextmanager
 def with_callbacks(trainer: pl.Trainer, added: list[pl.Callback]) -> Iterator[None]:
-    """Have the trainer call these before all others meanwhile."""
+    """Have the trainer call these before all others within this."""
     callbacks_of(trainer)[:0] = added
     try:
         yield

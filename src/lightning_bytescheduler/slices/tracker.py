@@ -691,7 +691,7 @@ class SliceTracker:
         return self._epochs[place] if 0 <= place < len(self._epochs) else None
 
     def _claimed(self, record: TrackedWorker, one: EpochSlices | None, held: HeldSlice) -> Grant | None:
-        """Let a worker go on with a slice, if that is its own or is left to anybody."""
+        """Let a worker go on with a slice, if that is its own or is left to any worker."""
         if one is None or held.slice_index >= len(one.samples):
             return None
         grant = one.holders.get(held.slice_index)
