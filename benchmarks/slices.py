@@ -258,7 +258,7 @@ def fit_stall(
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="*", choices=("loaders", "fit"), default=["loaders", "fit"])
+    parser.add_argument("what", nargs="?", choices=("loaders", "fit"), help="one of them (default: both)")
     parser.add_argument("--samples", type=int, default=40_000, help="of an epoch of loaders (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="epochs of loaders that count (default: %(default)s)")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2, 4], help="processes that read for loaders")
@@ -269,12 +269,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Results]:
-    if "loaders" in options.what:
+    if options.what != "fit":
         yield (
             f"an epoch of {options.samples:,} blocks of 512 tokens",
             compare_loaders(samples=options.samples, workers=options.workers, rounds=options.rounds),
         )
-    if "fit" in options.what:
+    if options.what != "loaders":
         distant: dict[str, Any] = {
             "slices": options.slices,
             "slice_bytes": int(options.slice_mb * 1024 * 1024),

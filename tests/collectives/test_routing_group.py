@@ -141,6 +141,15 @@ def test_what_waits_for_its_turn_or_went_out_directly_is_under_way() -> None:
     direct.close()
 
 
+def test_a_call_that_starts_nothing_leaves_nothing_under_way() -> None:
+    """As NCCL's end of a block in which nothing was coalesced."""
+    direct = Routed(FakeDevice(0))
+    direct.group.go_direct()
+    assert direct.group._route("coalesced", lambda _: None) is None  # type: ignore[arg-type, return-value, func-returns-value]
+    assert direct.group.idle
+    direct.close()
+
+
 def test_what_is_called_off_is_known_before_its_caller_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(0)
     broken: list[Any] = []

@@ -20,7 +20,7 @@ from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.diloco import coordinator_client
 from lightning_bytescheduler.diloco.messages import LeaderAppointed
-from lightning_bytescheduler.diloco.session import Sent, Session
+from lightning_bytescheduler.diloco.session import Sent, Session, Unmerged
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, RankFailedError, SchedulerTimeoutError
 from lightning_bytescheduler.serving import ServerAccess
 from tests.diloco.coordinated_fits import coordinator_options
@@ -49,6 +49,13 @@ def port_of(server: CoordinatorServer) -> int:
 def assert_same(workers: list[ThreadWorker]) -> None:
     for worker in workers[1:]:
         assert all(map(torch.equal, workers[0].weights, worker.weights)), (workers[0].name, worker.name)
+
+
+def test_what_a_coordinator_had_taken_is_known_for_one_outage_only() -> None:
+    unmerged = Unmerged(beside=0)
+    unmerged.taken = 5
+    unmerged.lose()
+    assert not unmerged.taken
 
 
 class Holds(ThreadWorker):

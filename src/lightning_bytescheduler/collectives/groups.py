@@ -32,7 +32,7 @@ import time
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,8 @@ from lightning_bytescheduler.tuning.sizes import LinkEstimate
 log = logging.getLogger(__name__)
 
 _CALLED_OFF_S = 0.1
+_CAN_CHANGE = hasattr(dist.ProcessGroup, "set_timeout")  # with effect on collectives: from torch 2.9 on
+_Timeout = TypeVar("_Timeout", bound="timedelta | None")
 _ONE_THREADED = "bytescheduler_gloo_of_one_thread"
 VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
@@ -148,15 +150,28 @@ class SchedulerGroups:
         leave(self.control, idle=control_idle)
 
 
-def _patient_group(timeout: timedelta | None) -> dist.ProcessGroup:
-    """Make a gloo group whose collectives have time without end, while its connections have ``timeout``.
+def set_patience(group: Any, patience: timedelta) -> None:
+    """Give the collectives of a gloo group another time than its connections had, which :func:`to_connect` returned.
 
-    A rank may die as they are made, which the others do not notice in native code. Waits for single messages take their
-    patience as an argument: gloo gives those the time that the connections had.
+    A rank may die as connections are made, which the others do not notice in native code. Waits for single messages
+    take their patience as an argument: gloo gives those the time that the connections had.
     """
-    group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="gloo")
-    backend = group._get_backend(torch.device("cpu"))
-    getattr(backend, "wrapped_pg", backend)._set_default_timeout(PATIENCE)  # wrapped, to debug torch's collectives
+    if _CAN_CHANGE:
+        getattr(group, "wrapped_pg", group)._set_default_timeout(patience)  # wrapped, to debug torch's collectives
+
+
+def to_connect(timeout: _Timeout, patience: timedelta) -> _Timeout | timedelta:
+    """Return the time to connect a gloo group in, if its collectives are to have ``patience``.
+
+    Before torch 2.9 collectives keep the time that their group was made with.
+    """
+    return timeout if _CAN_CHANGE else patience
+
+
+def _patient_group(timeout: timedelta | None) -> dist.ProcessGroup:
+    """Make a gloo group whose collectives have time without end."""
+    group: dist.ProcessGroup = dist.new_group(timeout=to_connect(timeout, PATIENCE), backend="gloo")
+    set_patience(group._get_backend(torch.device("cpu")), PATIENCE)
     return group
 
 

@@ -259,7 +259,8 @@ class RoutingGroup(dist.ProcessGroup):
         with self._lock:
             while works and works[0].is_completed():
                 works.popleft()
-            works.append(work)
+            if work is not None:  # nothing was coalesced
+                works.append(work)
         return work
 
     def call_off(self) -> None:

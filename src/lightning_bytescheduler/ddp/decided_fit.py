@@ -670,6 +670,7 @@ def open_wire(
     if options.own_buckets and (chosen := strategy._ddp_kwargs.get("bucket_cap_mb")) is not None:
         agreed = replace(agreed, sizes=replace(agreed.sizes, bucket_bytes=max(int(chosen * 2**20), 1)))
     announce(options.scheduler, agreed)
+    servers = options.servers.join(groups, board, strategy, timeout=timeout, say=rank_zero_info)
     return Wire(
         groups,
         board,
@@ -678,7 +679,7 @@ def open_wire(
         device,
         timeout=timeout,
         record=Record(None if path is None else Timeline(path, rank=board.rank)),
-        servers=options.servers.join(groups, board, strategy, timeout=timeout, say=rank_zero_info),
+        servers=servers,
     )
 
 

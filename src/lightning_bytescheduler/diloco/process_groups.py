@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_bytescheduler.collectives.groups import collect_left, give_up
+from lightning_bytescheduler.collectives.groups import collect_left, give_up, set_patience, to_connect
 from lightning_bytescheduler.collectives.operations import broadcast_from_first, reduce_with, wait_unless
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
 
@@ -146,8 +146,8 @@ class WorkerWorld:
         )
 
         def group(name: str, rank: int, size: int, patience: timedelta = timeout) -> dist.ProcessGroup:
-            made = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timeout)  # to connect
-            made._set_default_timeout(patience)
+            made = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, to_connect(timeout, patience))
+            set_patience(made, patience)
             return cast(dist.ProcessGroup, made)  # its base class, which the stubs do not know
 
         # In one order on all ranks, so that no rank waits for one that is held up in another group.

@@ -295,6 +295,6 @@ class RoundsThread:
                         return
                     with self._lock:
                         self._rounds.handle(message, now=time.monotonic())
-                self._look(self._rounds.stand_still)
+                self._look(self._rounds.stand_still or self._rounds.scheduler.finished)
         except BaseException as error:
             self._on_error(error)

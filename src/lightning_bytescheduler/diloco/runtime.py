@@ -265,7 +265,7 @@ class LeadingRuntime(Runtime):
                 workers=[worker_name(number) for number in range(world.workers)],
                 post=self._say,
                 on_round=on_round,
-                look=lambda halted: board.look_after_others((1 + halted) * silence),
+                look=lambda halted: board.look_after_others((2.0 if halted else 1.25) * silence),
                 on_error=self._on_error,
             )
         session = Session(

@@ -331,7 +331,7 @@ class Unmerged:
         self._tell_rest()
 
     def _clear_carried(self) -> None:
-        self._steps = self._samples = 0
+        self._steps = self._samples = self.taken = 0
         self._carried = ()
 
     def _tell_rest(self) -> None:

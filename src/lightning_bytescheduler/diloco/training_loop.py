@@ -413,7 +413,7 @@ class CoordinatedBoundaries(LoopBoundaries):
         trainer, session, loop = self.trainer, self._session, self.trainer.fit_loop
         if self._data is None or self._group.any(trainer.should_stop and loop._can_stop_early):
             return
-        if not self._loop._num_ready_batches_reached():
+        if not (session.over or self._reaches_limit(False) or self._loop._num_ready_batches_reached()):
             self._step_schedules()
         if self._group.any(self._group.leads and self._data.is_cut) and loop.max_epochs not in (None, -1):
             loop.max_epochs += 1  # this one was none

@@ -48,7 +48,7 @@ from lightning_bytescheduler.diloco.mailbox import Caller, await_key, connection
 from lightning_bytescheduler.diloco.outer_optimizer import copied
 from lightning_bytescheduler.diloco.process_groups import WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.session import Session
-from lightning_bytescheduler.exceptions import SchedulerTimeoutError
+from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
 
 log = logging.getLogger(__name__)
@@ -279,8 +279,16 @@ def _packed(state: Mapping[str, Any] | None) -> bytes:
 
 
 def await_writer(store: dist.Store, limit: float, check: Callable[[], None]) -> None:
-    """Wait until the writer asks for nothing any more; see ``await_key``."""
-    await_key(connection_to(store), _OVER, limit=limit, check=check)
+    """Wait until the writer asks for nothing any more; see ``await_key``.
+
+    The writer has ended if its store is gone already: its failure would be known, and it waits for few seconds only.
+    """
+    try:
+        connection = connection_to(store)
+    except RankFailedError:
+        log.debug("The first worker has ended.", exc_info=True)
+        return
+    await_key(connection, _OVER, limit=limit, check=check)
 
 
 class StateCollection:

@@ -153,8 +153,8 @@ class SharedSlices(WorkerSlices):
         if self._server is not None:
             for worker in range(1, self.workers):
                 if not await_key(store, f"{_OVER}/{worker}", limit=self._timeout, check=self._check):
-                    words = f"Worker {worker} still trains on slices of worker 0, {self._timeout:.0f} s after that"
-                    raise SchedulerTimeoutError(f"{words}. Raise the strategy's timeout.")
+                    words = f"Worker {worker} still trains on slices, {self._timeout:.0f} s after worker 0 has trained"
+                    raise SchedulerTimeoutError(f"{words} on all of its own. Raise the strategy's timeout.")
 
 
 def _reading_ended(error: BaseException) -> None:

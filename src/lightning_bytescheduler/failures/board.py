@@ -519,7 +519,7 @@ class FaultBoard:
             while self.fault is None and self._signs.quiet(since) and self._within(deadline):
                 pass
             quiet = self._signs.quiet(since)
-        found = self.diagnose(error, silence=NATIVE_S / 4) if quiet or self.fault is not None else error
+        found = self.diagnose(error, silence=NATIVE_S) if quiet or self.fault is not None else error
         if isinstance(found, RankFailedError):
             return found
         with self._changed:

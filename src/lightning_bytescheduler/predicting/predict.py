@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.ddp.decided_fit import (
@@ -381,9 +382,15 @@ class StepWatch(pl.Callback):
         self._watches = False
         self._first_use: dict[str, Any] = {}
         self._gradient: dict[str, Any] = {}
-        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._module = module
+        self.parameters: dict[str, nn.Parameter] = {}
         self.times: list[StepTimes] = []
         self.watched: list[StepTimes] = []
+
+    def _look_at_parameters(self) -> None:
+        """Find the trained parameters; some modules make or freeze layers as a fit begins."""
+        module = self._module
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         for part in module.modules():
             # The LightningModule itself is not called: Lightning calls its training_step.
@@ -410,6 +417,8 @@ class StepWatch(pl.Callback):
             (self.watched if self._watches else self.times).append(self._measured(now))
         if self.complete:
             raise EnoughSteps
+        if not self._begun:
+            self._look_at_parameters()
         if self._begun > _WARM_UP_STEPS + 4 * self._wanted:
             raise UnsupportedError(
                 f"{self._begun} calls of training_step were not {2 * self._wanted} steps that can be measured: each "
@@ -433,7 +442,7 @@ class StepWatch(pl.Callback):
 
     def _used(self, names: Sequence[str]) -> None:
         # Compiled code does not note moments.
-        if self._watches and not torch.compiler.is_compiling() and len(self._moments) == 1:
+        if not torch.compiler.is_compiling() and self._watches and len(self._moments) == 1:
             now = self._clock.moment()
             for name in names:
                 self._first_use.setdefault(name, now)

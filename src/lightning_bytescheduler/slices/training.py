@@ -618,9 +618,9 @@ class _PlanThread:
         return answers[0]
 
     def position(self) -> EpochOfRun | None:
-        """Return the plan's position, also after the thread was halted."""
+        """Return the plan's position; after the thread was halted, which may still wait for its tracker, as it is."""
         with self._changed:
-            is_halted = self._stopping and (self._thread is None or not self._thread.is_alive())
+            is_halted = self._stopping
         return self.plan.position if is_halted else self.ask(lambda plan: plan.position)
 
     def begin(self, *, repeats: bool) -> _Ahead:
