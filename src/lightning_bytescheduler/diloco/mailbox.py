@@ -183,7 +183,7 @@ class Postman:
 
     def answer(self, key: str, make: Callable[[], bytes]) -> None:
         """Have the answer to a call made and posted; at once, never blocks."""
-        self._queue.put(partial(_answer, key=key, make=make))
+        self.write(partial(_answer, key=key, make=make))
 
     def stop(self, timeout: float) -> bool:
         """Post what is left and end; returns whether that took no more than ``timeout`` seconds."""

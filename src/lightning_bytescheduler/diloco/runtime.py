@@ -453,7 +453,7 @@ class CoordinatedRuntime(Runtime):
 
         Raises:
             CoordinatorError: If the coordinator refuses this worker.
-            RankFailedError: If another rank of the worker fails meanwhile.
+            RankFailedError: If another rank of the worker fails before.
             SchedulerTimeoutError: If there is none in time.
         """
         self._board.watch(self)

@@ -601,7 +601,7 @@ class Session:
         """Send what was trained, and do something else until :meth:`resume`; the others go on.
 
         Args:
-            shows: Whether to have the global weights meanwhile.
+            shows: Whether to have the global weights until then.
         """
         self._together(lambda: self._pause(shows))
 
@@ -765,7 +765,7 @@ class Session:
                         self._lock.acquire()
                     if cause is not None:
                         raise cause
-                    continue  # it may have come meanwhile
+                    continue  # it may have come since
                 if not (alone or self._place.connected):
                     raise AwayError
                 if now - since >= longest:
@@ -778,7 +778,7 @@ class Session:
 
     @contextmanager
     def _timed(self, kind: str) -> Iterator[None]:
-        """Count the time meanwhile among the statistics."""
+        """Count the time of this context among the statistics."""
         began = time.monotonic()
         yield
         setattr(self.statistics, kind, getattr(self.statistics, kind) + time.monotonic() - began)
@@ -1130,7 +1130,7 @@ class Session:
         with self._lock:
             place.away = False
             self._post(ResumeRounds(worker=self.worker))
-            if place.connected and not place.joined and not self._late:  # it was away meanwhile
+            if place.connected and not place.joined and not self._late:  # it has been away since
                 self._join()
             stays = self.unmerged.sent is None and not self._late and self._place.counter.round == self.round
         if not stays:

@@ -590,7 +590,7 @@ class DiLoCoStrategy(RankStrategy):
             return {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """See DDPStrategy. However long it takes, another rank's failure does not end this process meanwhile.
+        """See DDPStrategy. However long it takes, another rank's failure does not end this process before.
 
         A fit that fails writes none: amid a round, weights are those of its begin, and the optimizer is steps ahead.
         """

@@ -388,7 +388,7 @@ class Meeting:
         """Meet at the store that rank 0, or torchrun's agent, has at this address; see :meth:`on`.
 
         Raises:
-            RankFailedError: If the store ends meanwhile.
+            RankFailedError: If the store ends before.
         """
         opens = self.rank == 0 and not agent_keeps_store()
         try:
