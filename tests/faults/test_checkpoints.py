@@ -75,7 +75,7 @@ def test_no_checkpoint_of_lost_updates_when_the_fit_is_over(nursery: Nursery, tm
     file = tmp_path / "later.ckpt"
     scenario = Scenario(
         world_size=2,
-        options={"where": "training_step", "ranks": [1]},
+        options={"where": "training_step", "ranks": [1], "behind": True},
         own_options={0: {"save_after_failure": str(file)}},
     )
     ranks = run(nursery, scenario, tmp_path)
