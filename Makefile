@@ -34,6 +34,9 @@ CHECKOUT ?=
 SUITE_ARGS ?=
 FUZZ_ARGS ?=
 
+# Packages are compiled as they are imported first, and hundreds of processes import torch: seconds of each.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := $(if $(TORCH),build/torch-$(TORCH),.venv)
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SUITE := build/lightning-suite

@@ -18,13 +18,14 @@ def say(job: dict[str, Any]) -> dict[str, Any]:
     return {"number": job["number"], **{name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "NODE_RANK")}}
 
 
-@pytest.mark.parametrize(("each", "local", "node"), [(1, "0", "1"), (2, "1", "0")])
+@pytest.mark.parametrize(("each", "local", "node"), [pytest.param(1, "0", "1", marks=pytest.mark.slow), (2, "1", "0")])
 def test_jobs_are_done_in_turn_by_all_ranks(each: int, local: str, node: str) -> None:
     answers = list(in_turns(Place(ranks=2, each=each), say, [{"number": 1}, {"number": 2}]))
     assert [[one["number"] for one in some] for some in answers] == [[1, 1], [2, 2]]
     assert answers[0][1] == {"number": 1, "RANK": "1", "LOCAL_RANK": local, "NODE_RANK": node}
 
 
+@pytest.mark.slow
 def test_sets_are_done_at_the_same_time() -> None:
     with ranks_of(Place(ranks=1), say, [{"number": 1}], [{"number": 2}]) as ranks:
         assert [next(ranks.results(number))[0]["number"] for number in (1, 0)] == [2, 1]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.slices import compare_loaders, fit_stall
 
 
+@pytest.mark.slow
 def test_loaders_read_every_sample() -> None:
     records = compare_loaders(samples=200, workers=(0,), rounds=1)
     assert records[-1].what == "slices, 0 workers"

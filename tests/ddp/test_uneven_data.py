@@ -165,8 +165,10 @@ def fit_whole(
 
 @pytest.mark.parametrize(
     ("sizes", "stream"),
-    [([(4, 3, 2, 5), (6, 2)], True), ([(6, 2), (4, 3, 2, 5)], False)],
-    ids=["streams, the first has more", "lengths, the last has more"],
+    [
+        pytest.param([(4, 3, 2, 5), (6, 2)], True, id="streams, the first has more"),
+        pytest.param([(6, 2), (4, 3, 2, 5)], False, id="lengths, the last has more", marks=pytest.mark.slow),
+    ],
 )
 def test_metrics_schedules_and_validations_stay_in_step(
     two_ranks: RankPool, stream: bool, sizes: list[tuple[int, ...]]
@@ -204,10 +206,15 @@ def test_what_no_rank_uses_has_no_gradient(two_ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("sizes", "steps", "more"),
     [
-        ([(4, 3, 2, 5), (6, 2)], (1, 3), {}),
-        ([(6, 2), (4, 3, 2, 5)], (4,), {"save_every": "every_n_epochs", "max_epochs": -1, "max_steps": 8}),
+        pytest.param([(4, 3, 2, 5), (6, 2)], (1, 3), {}, id="in an epoch"),
+        pytest.param(
+            [(6, 2), (4, 3, 2, 5)],
+            (4,),
+            {"save_every": "every_n_epochs", "max_epochs": -1, "max_steps": 8},
+            id="counted in steps",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["in an epoch", "counted in steps"],
 )
 def test_a_training_goes_on_from_a_checkpoint(
     two_ranks: RankPool, tmp_path: Path, sizes: list[tuple[int, ...]], steps: tuple[int, ...], more: dict[str, Any]

@@ -31,12 +31,11 @@ def assert_equal(one: Result, other: Result) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"wire_dtype": "fp32"},
-        {"wire_dtype": "bf16", "overlap_steps": 1},
-        {"wire_dtype": "fp32", "fragments": 2},
-        {"wire_dtype": "bf16", "fragments": 3, "overlap_steps": 1},
+        pytest.param({"wire_dtype": "fp32"}, id="fp32"),
+        pytest.param({"wire_dtype": "bf16", "overlap_steps": 1}, id="overlap", marks=pytest.mark.slow),
+        pytest.param({"wire_dtype": "fp32", "fragments": 2}, id="fragments", marks=pytest.mark.slow),
+        pytest.param({"wire_dtype": "bf16", "fragments": 3, "overlap_steps": 1}, id="overlapping-fragments"),
     ],
-    ids=["fp32", "overlap", "fragments", "overlapping-fragments"],
 )
 def test_it_has_the_bits_of_workers_launched_together(
     options: dict[str, Any], diloco_ranks: RankPool, tmp_path: Path

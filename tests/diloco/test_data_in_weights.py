@@ -62,7 +62,12 @@ def rows(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "run", [{}, {"overlap_steps": 2}, {"fragments": 2}], ids=["plain", "steps beside the exchange", "fragments"]
+    "run",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"overlap_steps": 2}, id="steps beside the exchange", marks=pytest.mark.slow),
+        pytest.param({"fragments": 2}, id="fragments", marks=pytest.mark.slow),
+    ],
 )
 def test_the_last_epoch_ends_when_all_of_it_is_in_the_weights(
     run: dict[str, Any], diloco_ranks: RankPool, tmp_path: Path, rows: str
@@ -222,7 +227,10 @@ class Crashing:
         return True
 
 
-@pytest.mark.parametrize("moments", [(0.2, 0.9, 1.1), (1.0, 2.0, 2.5)], ids=["early", "late"])
+@pytest.mark.parametrize(
+    "moments",
+    [pytest.param((0.2, 0.9, 1.1), id="early"), pytest.param((1.0, 2.0, 2.5), id="late", marks=pytest.mark.slow)],
+)
 def test_a_coordinator_that_crashes_as_epochs_turn_loses_and_repeats_nothing(
     moments: tuple[float, ...], diloco_ranks: RankPool, tmp_path: Path, rows: str
 ) -> None:

@@ -161,7 +161,9 @@ class StopsOneRank(Callback):
         self._stop(trainer, "epoch")
 
 
-@pytest.mark.parametrize("when", ["batch", "validation", pytest.param("epoch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "when", ["batch", *(pytest.param(one, marks=pytest.mark.slow) for one in ("validation", "epoch"))]
+)
 def test_a_rank_that_stops_takes_its_worker_along(when: str, diloco_four_ranks: RankPool, tmp_path: Path) -> None:
     results = fit(
         diloco_four_ranks,
@@ -184,7 +186,7 @@ def fit_in_groups_or_not(rank: int, *, groups: bool, **arguments: Any) -> Result
     return fit_diloco(rank, options=options, **arguments)
 
 
-@pytest.mark.parametrize("groups", [True, False])
+@pytest.mark.parametrize("groups", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_training_goes_on_with_and_without_groups(groups: bool, diloco_four_ranks: RankPool, tmp_path: Path) -> None:
     folder = str(tmp_path / "kept")
     arguments: dict[str, Any] = {

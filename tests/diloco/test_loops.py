@@ -186,7 +186,7 @@ def impatient() -> EarlyStopping:
     return EarlyStopping("validation_loss", patience=1, min_delta=1e9)
 
 
-@pytest.mark.parametrize("interval", [1.0, 0.5])
+@pytest.mark.parametrize("interval", [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
 def test_early_stopping_is_of_all_at_once(interval: float, diloco_ranks: RankPool, tmp_path: Path) -> None:
     results = fit(
         diloco_ranks,

@@ -136,6 +136,7 @@ def test_steps_beside_a_mean_count_for_their_round_after_a_restart(diloco_ranks:
     assert_same_end(fit(diloco_ranks, tmp_path / "rest", saved=saved, **more), whole, after=22)
 
 
+@pytest.mark.slow
 def test_a_restart_with_overlap_by_itself(diloco_ranks: RankPool, tmp_path: Path) -> None:
     """When workers merge depends on time, and so do the weights; that they are the same on all does not."""
     more: dict[str, Any] = {"options": {"overlap_steps": "auto", "fragments": 2}, "limit_val_batches": 1}
@@ -208,6 +209,7 @@ def test_a_training_that_was_through_with_its_outer_steps_amid_an_epoch_is_over(
         assert all(torch.equal(one.weights[name], value) for name, value in before.weights.items())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_lacks_a_worker_is_one_all_the_same(diloco_ranks: RankPool, tmp_path: Path) -> None:
     """What optimizers have is wanted of nobody with ``worker_states=False``; places in the epoch are."""
     light = {"worker_states": False}

@@ -101,7 +101,7 @@ def rows(tmp_path: Path) -> str:
     "options",
     [
         {"inner_steps": 3},
-        {"inner_steps": 3, "equal_steps": True},
+        pytest.param({"inner_steps": 3, "equal_steps": True}, marks=pytest.mark.slow),
         {"samples_per_round": 20, "overlap_steps": 1},
     ],
 )
@@ -162,12 +162,13 @@ def fit_twice(rank: int, *, rows: str, folder: str) -> list[list[int]]:
     return model.batches
 
 
+@pytest.mark.slow
 def test_a_further_fit_goes_on(diloco_ranks: RankPool, tmp_path: Path, rows: str) -> None:
     results = diloco_ranks.run(fit_twice, rows=rows, folder=str(tmp_path))
     assert trained(*results) == Counter(range(SAMPLES))
 
 
-@pytest.mark.parametrize("fails", [0, 1])
+@pytest.mark.parametrize("fails", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_worker_s_failure_ends_all(fails: int, diloco_ranks: RankPool, tmp_path: Path, rows: str) -> None:
     with pytest.raises(RanksFailed, match=f"RankFailedError: Rank {fails} failed: ZeroDivisionError: on purpose"):
         diloco_ranks.run(

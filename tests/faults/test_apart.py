@@ -45,22 +45,31 @@ def check(ranks: Sequence[Ended], *says: str) -> None:
         assert "did not come back" not in rank.log, rank.log
 
 
+WAYS_OUT = ("use_distributed_sampler=True", "DistributedSampler(dataset, drop_last=True)", "SliceDataModule")
+
+
 def test_one_batch_more_is_named_with_the_counts_and_the_ways_out(nursery: Nursery, tmp_path: Path) -> None:
     at_the_end: Case = ({}, {1: {"batches": 5}})  # the other one has trained all it has
+    as_ddp: Case = ({"stream": True, "mode": "ddp", "epochs": 2}, {0: {"batches": 3}})
+    ended, drifted = run(nursery, tmp_path, at_the_end, as_ddp)
+    check(
+        ended, UNEVEN, "has ended epoch 0 after 4 batches, 4 in all", "has begun 4 of 5 batches of epoch 0", *WAYS_OUT
+    )
+    check(drifted, UNEVEN, "has ended epoch 1 after 3 batches, 6 in all", *WAYS_OUT)
+
+
+@pytest.mark.slow
+def test_one_batch_more_is_named_at_a_checkpoint_and_with_accumulation(nursery: Nursery, tmp_path: Path) -> None:
     at_a_checkpoint: Case = (
         {"stream": True, "cross_barrier": False, "checkpoint": "kept"},
         {0: {"batches": 5}},
     )
-    as_ddp: Case = ({"stream": True, "mode": "ddp", "epochs": 2}, {0: {"batches": 3}})
     # Each would take one step, but Lightning's ranks speak with each other before each batch.
     accumulates: Case = ({"accumulate": 4}, {1: {"batches": 3}})
-    ended, saving, drifted, accumulating = run(nursery, tmp_path, at_the_end, at_a_checkpoint, as_ddp, accumulates)
-    check(ended, UNEVEN, "has ended epoch 0 after 4 batches, 4 in all", "has begun 4 of 5 batches of epoch 0")
-    check(saving, UNEVEN, "has ended epoch 0 after 4 batches", "waits in all_reduce", "to begin its batch 5 of epoch 0")
-    check(drifted, UNEVEN, "has ended epoch 1 after 3 batches, 6 in all")
+    saving, accumulating = run(nursery, tmp_path, at_a_checkpoint, accumulates)
+    check(saving, UNEVEN, "has ended epoch 0 after 4 batches", "waits in all_reduce", *WAYS_OUT)
+    check(saving, "to begin its batch 5 of epoch 0")
     check(accumulating, UNEVEN)
-    for ranks in (ended, saving, drifted):
-        check(ranks, "use_distributed_sampler=True", "DistributedSampler(dataset, drop_last=True)", "SliceDataModule")
 
 
 def test_a_collective_of_one_rank_alone_is_named_with_its_place(nursery: Nursery, tmp_path: Path) -> None:

@@ -9,16 +9,22 @@ import pytest
 
 from tests.faults.ranks import Nursery
 from tests.faults.scenario import Scenario, check_end, run, run_together
+from tests.support.cases import cases
 
-
-def test_a_rank_that_is_gone_is_named(nursery: Nursery, tmp_path: Path) -> None:
-    deaths = [
-        ("sending", "SIGKILL", -9, 3),
+DEATHS = {
+    "in steps and before them": [("sending", "SIGKILL", -9, 3), ("configure_model", "SIGKILL", -9, 2)],
+    "elsewhere": [
         ("training_step", "exit", 1, 2),
         ("validation_step", "SIGKILL", -9, 2),
-        ("configure_model", "SIGKILL", -9, 2),
         ("configure_optimizers", "SIGKILL", -9, 2),
-    ]
+    ],
+}
+
+
+@pytest.mark.parametrize("deaths", cases(DEATHS, quick={"in steps and before them"}))
+def test_a_rank_that_is_gone_is_named(
+    nursery: Nursery, tmp_path: Path, deaths: list[tuple[str, str, int, int]]
+) -> None:
     scenarios = [
         Scenario(
             world_size=n,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.faults.ranks import Ended, Nursery
+from tests.support.cases import cases
 
 _SCRIPT = Path(__file__).with_name("train_diloco.py")
 
@@ -37,19 +38,26 @@ def check_ends(cases: Sequence[dict[str, Any]], runs: Sequence[Sequence[Ended]],
             assert "THREADS []" in survivor.log, survivor.log
 
 
-def test_whoever_fails_is_named(nursery: Nursery, tmp_path: Path) -> None:
+SILENT = "it shows no sign of life"
+FAILURES = {
+    "in a round": {
+        "its process is gone": {"kind": "SIGKILL", "rank": 0, "inner_steps": 2},
+        SILENT: {"kind": "SIGKILL", "rank": 1, "inner_steps": 200_000},
+        "ValueError: boom": {"kind": "raise", "rank": 1, "inner_steps": 2},
+    },
+    "asked to end, or at the first step": {
+        "SIGTERM": {"kind": "SIGTERM", "rank": 0, "inner_steps": 2},
+        SILENT: {"kind": "SIGKILL", "rank": 1, "inner_steps": 200_000, "step": 0},
+    },
+    "in a validation": {SILENT: {"kind": "SIGKILL", "rank": 1, "inner_steps": 2, "val_batches": 2}},
+}
+
+
+@pytest.mark.parametrize("failures", cases(FAILURES, quick={"in a round"}))
+def test_whoever_fails_is_named(nursery: Nursery, tmp_path: Path, failures: dict[str, dict[str, Any]]) -> None:
     """In short rounds, where the others wait for it, in one that would take an hour, and while all stand still."""
-    cases = [
-        {"kind": "SIGKILL", "rank": 0, "inner_steps": 2},
-        {"kind": "SIGKILL", "rank": 1, "inner_steps": 200_000},
-        {"kind": "raise", "rank": 1, "inner_steps": 2},
-        {"kind": "SIGTERM", "rank": 0, "inner_steps": 2},
-        {"kind": "SIGKILL", "rank": 1, "inner_steps": 200_000, "step": 0},
-        {"kind": "SIGKILL", "rank": 1, "inner_steps": 2, "val_batches": 2},
-    ]
-    silent = "it shows no sign of life"
-    says = ["its process is gone", silent, "ValueError: boom", "SIGTERM", silent, silent]
-    check_ends(cases, run(nursery, tmp_path, cases), says)
+    ways = list(failures.values())
+    check_ends(ways, run(nursery, tmp_path, ways), list(failures))
 
 
 def test_a_sigterm_to_all_ends_all_as_lightning_does(nursery: Nursery, tmp_path: Path) -> None:
@@ -68,18 +76,18 @@ def test_a_sigterm_to_all_ends_all_as_lightning_does(nursery: Nursery, tmp_path:
 @pytest.mark.slow
 def test_any_rank_of_a_worker_is_named(nursery: Nursery, tmp_path: Path) -> None:
     """The second worker's leader, and its other rank, which speaks with no other worker."""
-    cases = [
+    ways = [
         {"kind": kind, "rank": rank, "inner_steps": 8, "ranks": 4, "groups": {"inner": {"strategy": inner, "size": 2}}}
         for kind, rank, inner in (("SIGKILL", 2, "bytescheduler"), ("SIGTERM", 3, "ddp"))
     ]
-    check_ends(cases, run(nursery, tmp_path, cases), ["it shows no sign of life", "SIGTERM"])
+    check_ends(ways, run(nursery, tmp_path, ways), ["it shows no sign of life", "SIGTERM"])
 
 
 def test_whoever_fails_when_all_have_trained_is_named_soon(nursery: Nursery, tmp_path: Path) -> None:
     """The first worker in its last checkpoint, and another one that is asked for its state there."""
     ends = {"kind": "", "step": 10**9, "inner_steps": 2, "groups": {"outer_steps": 2}, "timeout": 1800, "native": 2.0}
-    cases = [{**ends, "rank": rank, "in_the_end": rank, "last": str(tmp_path / "last")} for rank in (0, 1)]
-    check_ends(cases, run(nursery, tmp_path, cases), ["ValueError: no space is left", "it shows no sign of life"])
+    ways = [{**ends, "rank": rank, "in_the_end": rank, "last": str(tmp_path / "last")} for rank in (0, 1)]
+    check_ends(ways, run(nursery, tmp_path, ways), ["ValueError: no space is left", "it shows no sign of life"])
 
 
 @pytest.mark.slow

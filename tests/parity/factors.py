@@ -5,6 +5,7 @@ The matrix of combinations, the fuzz and the documentation's compatibility table
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -169,6 +170,7 @@ class Combination:
         return "_".join(value for _, value in self.items())
 
 
+@functools.cache
 def allowed(one: tuple[str, str], other: tuple[str, str]) -> bool:
     """Whether two (factor, value) pairs may occur in one combination."""
     for ban in FORBIDDEN:

@@ -27,7 +27,7 @@ STATIC, UNUSED = {"static_graph": True}, {"find_unused_parameters": True}
     ("checkpointed", "ddp"),
     [
         pytest.param(None, {}, id="kept", marks=pytest.mark.slow),
-        pytest.param("reentrant", STATIC, id="reentrant-static-graph"),
+        pytest.param("reentrant", STATIC, id="reentrant-static-graph", marks=pytest.mark.slow),
         pytest.param("not reentrant", UNUSED, id="not-reentrant-find-unused", marks=pytest.mark.slow),
     ],
 )
@@ -38,7 +38,9 @@ def test_transformer_with_activations(two_ranks: RankPool, checkpointed: str | N
     assert_same_as_ddp(two_ranks, recipe, options=SIZES, broken=broken)
 
 
-@pytest.mark.parametrize("ddp", [{}, {"broadcast_buffers": False}], ids=lambda ddp: "-".join(ddp))
+@pytest.mark.parametrize(
+    "ddp", [{}, pytest.param({"broadcast_buffers": False}, marks=pytest.mark.slow)], ids=lambda ddp: "-".join(ddp)
+)
 def test_residual_network(two_ranks: RankPool, ddp: dict[str, bool]) -> None:
     recipe = Recipe(model=partial(ResNet, optimizer=momentum), steps=STEPS, ddp=ddp)
     broken = partial(no_gate_on, names=("blocks.1.conv2.weight", "blocks.1.bn1.weight"))

@@ -189,17 +189,18 @@ class CountsGraphs(Callback):
         module.notes.append(("graphs", module.graphs, sum(counters["graph_break"].values())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "backend", "opened"),
     [
-        pytest.param(CompiledBlock, "eager", 0, id="block", marks=pytest.mark.slow),
-        pytest.param(CompiledBlock, "aot_eager", 0, id="block-with-compiled-backward", marks=pytest.mark.slow),
-        pytest.param(CompiledInPlace, "eager", 0, id="in-place", marks=pytest.mark.slow),
-        pytest.param(CompiledMethod, "eager", 0, id="method", marks=pytest.mark.slow),
-        pytest.param(whole, "eager", 0, id="whole", marks=pytest.mark.slow),
-        pytest.param(WeightsAsArguments, "aot_eager", 0, id="weights-as-arguments", marks=pytest.mark.slow),
+        pytest.param(CompiledBlock, "eager", 0, id="block"),
+        pytest.param(CompiledBlock, "aot_eager", 0, id="block-with-compiled-backward"),
+        pytest.param(CompiledInPlace, "eager", 0, id="in-place"),
+        pytest.param(CompiledMethod, "eager", 0, id="method"),
+        pytest.param(whole, "eager", 0, id="whole"),
+        pytest.param(WeightsAsArguments, "aot_eager", 0, id="weights-as-arguments"),
         pytest.param(HandedToCompiledFunction, "eager", 0, id="layers-as-arguments"),
-        pytest.param(Closure, "aot_eager", STEPS - 6, id="closure-in-mid-fit", marks=pytest.mark.slow),
+        pytest.param(Closure, "aot_eager", STEPS - 6, id="closure-in-mid-fit"),
     ],
 )
 def test_compiled(two_ranks: RankPool, model: Any, backend: str, opened: int) -> None:

@@ -73,7 +73,11 @@ def test_the_same_bits_however_steps_are_taken(two_ranks: RankPool) -> None:
 
 @pytest.mark.parametrize(
     ("codec", "precision"),
-    [("int8", "bf16-true"), pytest.param("topk:0.2", "64-true", marks=pytest.mark.slow), ("powersgd:1", "bf16-true")],
+    [
+        ("int8", "bf16-true"),
+        pytest.param("topk:0.2", "64-true", marks=pytest.mark.slow),
+        pytest.param("powersgd:1", "bf16-true", marks=pytest.mark.slow),
+    ],
 )
 def test_a_precision_that_changes_the_default_dtype(two_ranks: RankPool, codec: str, precision: str) -> None:
     """While a forward pass is under way: then gradients are decoded."""
@@ -585,7 +589,13 @@ def test_auto_leaves_alone_what_hides(two_ranks: RankPool) -> None:
     assert "as many of the first layers' as it takes" in plan.summary()
 
 
-@pytest.mark.parametrize("trainer", [{}, {"gradient_clip_val": 0.05}], ids=["all-reduced", "in shards"])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        pytest.param({}, id="all-reduced", marks=pytest.mark.slow),
+        pytest.param({"gradient_clip_val": 0.05}, id="in shards"),
+    ],
+)
 def test_auto_compresses_the_layers_that_rank_0_says(two_ranks: RankPool, trainer: dict[str, Any]) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=12, trainer=trainer)
     (ddp,) = train_on(two_ranks, recipe, DDP)

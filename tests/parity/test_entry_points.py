@@ -66,7 +66,7 @@ class ForwardMode(Tower):
         return self.last(value + 0.1 * tangent)
 
 
-@pytest.mark.parametrize("model", [InnerStep, TransformsClosures, ForwardMode])
+@pytest.mark.parametrize("model", [InnerStep, TransformsClosures, pytest.param(ForwardMode, marks=pytest.mark.slow)])
 def test_transforms_in_the_forward_pass(two_ranks: RankPool, model: Any) -> None:
     """They wait for what they read, as layers do."""
     recipe = Recipe(model=partial(model, optimizer=adamw), steps=STEPS, ddp=UNUSED)

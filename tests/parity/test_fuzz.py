@@ -49,6 +49,7 @@ def test_about_half_of_the_trainings_overlap() -> None:
     assert set(modes) == set(rule.Mode)
 
 
+@pytest.mark.slow
 def test_trainings_that_are_ddps(pool: RankPool) -> None:
     shown = console()
     seeds = [first(lambda c, _, schedule=schedule: c.schedule == schedule) for schedule in ("constant", "one-cycle")]

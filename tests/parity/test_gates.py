@@ -42,7 +42,13 @@ UNUSED = {"find_unused_parameters": True}
         pytest.param(models.Attention, ["attention.in_proj_weight"], {}, id="attention"),
         pytest.param(models.Attention, ["block.linear1.weight"], {}, id="transformer-layer", marks=pytest.mark.slow),
         pytest.param(models.Normalised, ["norm.weight"], {}, id="batch-norm", marks=pytest.mark.slow),
-        pytest.param(partial(models.Checkpointed, reentrant=True), ["layers.1.weight"], {}, id="checkpoint-reentrant"),
+        pytest.param(
+            partial(models.Checkpointed, reentrant=True),
+            ["layers.1.weight"],
+            {},
+            id="checkpoint-reentrant",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             partial(models.Checkpointed, reentrant=False),
             ["layers.1.weight"],
@@ -51,9 +57,17 @@ UNUSED = {"find_unused_parameters": True}
             marks=pytest.mark.slow,
         ),
         pytest.param(models.Reversed, ["layers.0.weight"], {}, id="reverse-order", marks=pytest.mark.slow),
-        pytest.param(models.WeightNormed, ["layers.1.parametrizations.weight.original1"], {}, id="parametrisation"),
+        pytest.param(
+            models.WeightNormed,
+            ["layers.1.parametrizations.weight.original1"],
+            {},
+            id="parametrisation",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(models.FunctionalCall, ["layers.1.weight"], UNUSED, id="functional-call"),
-        pytest.param(models.CustomFunction, ["layers.1.weight"], UNUSED, id="autograd-function"),
+        pytest.param(
+            models.CustomFunction, ["layers.1.weight"], UNUSED, id="autograd-function", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_read_in_the_forward_pass(two_ranks: RankPool, model: Any, read: list[str], ddp: dict[str, bool]) -> None:

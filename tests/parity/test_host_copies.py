@@ -73,7 +73,7 @@ def test_a_spare_server_gives_ddps_bits_and_stages_follow_each_other(two_ranks: 
     [
         pytest.param(INT8, {}, id="int8"),
         pytest.param({**INT8, "compression": "topk:0.1"}, {}, id="topk", marks=pytest.mark.slow),
-        pytest.param(INT8, {"gradient_clip_val": 0.05}, id="int8, clipped by norm, in shards"),
+        pytest.param(INT8, {"gradient_clip_val": 0.05}, id="int8, clipped by norm, in shards", marks=pytest.mark.slow),
     ],
 )
 def test_compressed_gradients_have_the_same_bits(
@@ -129,7 +129,7 @@ def fail_on_the_way_back(rank: int, recipe: Recipe, run: Run) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("cross_barrier", [True, False])
+@pytest.mark.parametrize("cross_barrier", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_copy_that_fails_ends_the_fit_on_all_ranks(cross_barrier: bool) -> None:
     run = Run(options={**PS, "cross_barrier": cross_barrier}, by_host=True, network="plain")
     with RankPool(2) as pool:  # of its own: it has failed then

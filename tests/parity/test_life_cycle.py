@@ -112,7 +112,12 @@ def fit_others_in_between(trainer: Trainer, module: Any) -> None:
 
 @pytest.mark.parametrize(
     "after",
-    [evaluate, pytest.param(fit_further, marks=pytest.mark.slow), fit_with_another_trainer, fit_others_in_between],
+    [
+        evaluate,
+        pytest.param(fit_further, marks=pytest.mark.slow),
+        pytest.param(fit_with_another_trainer, marks=pytest.mark.slow),
+        fit_others_in_between,
+    ],
 )
 def test_after_a_fit(two_ranks: RankPool, after: Any) -> None:
     recipe = Recipe(model=model, steps=STEPS, after=after)
@@ -189,7 +194,11 @@ class NotesCheckpointOnException(OnExceptionCheckpoint):
             module.notes.append((saved["global_step"], saved["state_dict"], saved["optimizer_states"][0]["state"]))
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("boom")], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), pytest.param(ValueError("boom"), marks=pytest.mark.slow)],
+    ids=lambda error: type(error).__name__,
+)
 def test_weights_after_an_interrupt_are_those_of_its_step(
     two_ranks: RankPool, error: BaseException, tmp_path: Path
 ) -> None:
@@ -228,6 +237,7 @@ def test_stop_in_mid_epoch(two_ranks: RankPool) -> None:
     assert len(ddp[0].losses) == 7
 
 
+@pytest.mark.slow
 def test_early_stopping_in_mid_epoch(two_ranks: RankPool) -> None:
     stops = partial(StopsEarly, "norm", mode="min", stopping_threshold=0.8429)
     recipe = Recipe(model=partial(model, samples=128), steps=60, callbacks=(stops,))

@@ -81,14 +81,16 @@ def test_checkpoints_in_mid_epoch(two_ranks: RankPool, tmp_path: Path) -> None:
     assert "/optimizer_states/0/state/3/exp_avg" in ddp[0].notes[0][1]
 
 
+@pytest.mark.slow
 def test_checkpoint_of_the_weights_alone(two_ranks: RankPool) -> None:
     recipe = Recipe(model=model, steps=STEPS, callbacks=(WritesCheckpointsWithWeights,))
     assert_same_as_ddp(two_ranks, recipe, network="late", broken=blind_to_weights_and_state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"update_every_n_steps": 3}, pytest.param({"update_starting_at_epoch": 1}, marks=pytest.mark.slow)],
+    [{"update_every_n_steps": 3}, {"update_starting_at_epoch": 1}],
     ids=str,
 )
 def test_exponential_moving_average(two_ranks: RankPool, options: dict[str, int]) -> None:

@@ -125,12 +125,14 @@ def test_parameters_ddp_is_told_to_ignore(two_ranks: RankPool) -> None:
     assert not torch.equal(ddp[0].weights["layers.1.weight"], ddp[1].weights["layers.1.weight"])
 
 
+@pytest.mark.slow
 def test_layer_used_now_and_then_with_accumulated_gradients(two_ranks: RankPool) -> None:
     trainer = {"accumulate_grad_batches": 2}
     recipe = Recipe(model=partial(Conditional, optimizer=adamw), steps=STEPS, ddp=UNUSED, trainer=trainer)
     assert_same_as_ddp(two_ranks, recipe)
 
 
+@pytest.mark.slow
 def test_frozen_layers_stay_as_they_are(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(PartlyFrozen, optimizer=adamw), steps=STEPS)
     assert_same_as_ddp(two_ranks, recipe, broken=nobody_sits_out)

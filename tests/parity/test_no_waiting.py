@@ -159,7 +159,7 @@ def held_up_with_late_buffers(module: LightningModule, folder: Path) -> Iterator
         yield
 
 
-@pytest.mark.parametrize("how", [held_up, held_up_with_late_buffers])
+@pytest.mark.parametrize("how", [pytest.param(held_up, marks=pytest.mark.slow), held_up_with_late_buffers])
 def test_no_rank_waits_for_another_within_a_step(two_ranks: RankPool, tmp_path: Path, how: Any) -> None:
     """Nor for more than the buffers, where these come late."""
     recipe = Recipe(model=Normalised, steps=STEPS, trainer={"max_epochs": 1})

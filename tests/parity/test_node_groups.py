@@ -139,6 +139,7 @@ def test_ranks_may_count_by_their_samples(four_ranks: RankPool) -> None:
                 assert (outcome.weights[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
+@pytest.mark.slow
 def test_a_dead_server_is_named_on_ranks_that_do_not_push_to_it_too(four_ranks: RankPool) -> None:
     run = Run(options={**SIZES, "servers": {"spare": 1, "group": "node"}}, network="plain")
     for one in four_ranks.run(train_with_servers, recipe=Recipe(model=Tower), run=run, servers=1, kill_at=5, nodes=2):

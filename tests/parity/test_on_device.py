@@ -88,10 +88,10 @@ def test_three_ranks(three_ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("trainer", "options"),
     [
-        pytest.param({"accumulate_grad_batches": 2}, INT8, id="accumulated"),
+        pytest.param({"accumulate_grad_batches": 2}, INT8, id="accumulated", marks=pytest.mark.slow),
         pytest.param({"gradient_clip_val": 0.05}, INT8, id="clipped by norm, in shards"),
         pytest.param({"precision": "bf16-true"}, INT8, id="bf16", marks=pytest.mark.slow),
-        pytest.param({}, {**INT8, "mode": "ddp"}, id="as DDP"),
+        pytest.param({}, {**INT8, "mode": "ddp"}, id="as DDP", marks=pytest.mark.slow),
         pytest.param(
             {}, {**INT8, "compression": {"*0.weight": "int8"}}, id="some buckets as they are", marks=pytest.mark.slow
         ),
@@ -135,7 +135,8 @@ def test_an_overflow_is_seen_and_what_was_left_is_taken_back(two_ranks: RankPool
     assert_same(straight, there)
 
 
-@pytest.mark.parametrize("codec", [pytest.param("int8", marks=pytest.mark.slow), "powersgd:1"])
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["int8", "powersgd:1"])
 def test_a_training_goes_on_from_its_checkpoint_here_or_there(two_ranks: RankPool, tmp_path: Path, codec: str) -> None:
     run = Run(options={**INT8, "compression": codec})
     saving = Recipe(model=model, steps=4, callbacks=(partial(SaveAt, 4, tmp_path),))
@@ -181,7 +182,11 @@ def fail_there(rank: int, recipe: Recipe, run: Run, method: str) -> str:
 
 @pytest.mark.parametrize(
     ("codec", "method", "cross_barrier"),
-    [("int8", "to_device", True), ("int8", "to_host", False), ("powersgd:1", "place", True)],
+    [
+        ("int8", "to_device", True),
+        pytest.param("int8", "to_host", False, marks=pytest.mark.slow),
+        pytest.param("powersgd:1", "place", True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_device_that_fails_ends_the_fit_on_all_ranks(codec: str, method: str, cross_barrier: bool) -> None:
     options = {**INT8, "compression": codec, "cross_barrier": cross_barrier}

@@ -112,9 +112,14 @@ def wavy(step: int) -> float:
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            partial(AdamW, lr=0.005), partial(OneCycleLR, max_lr=0.02, total_steps=80), id="AdamW-one-cycle-with-betas"
+            partial(AdamW, lr=0.005),
+            partial(OneCycleLR, max_lr=0.02, total_steps=80),
+            id="AdamW-one-cycle-with-betas",
+            marks=pytest.mark.slow,
         ),
-        pytest.param(adam_with_tensor_lr, partial(LambdaLR, lr_lambda=wavy), id="tensor-lr-in-place"),
+        pytest.param(
+            adam_with_tensor_lr, partial(LambdaLR, lr_lambda=wavy), id="tensor-lr-in-place", marks=pytest.mark.slow
+        ),
         pytest.param(three_groups, partial(LambdaLR, lr_lambda=wavy), id="three-groups"),
     ],
 )

@@ -43,7 +43,7 @@ def means_stay_in_buckets(module: LightningModule) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("model", cases(OWN, quick={"data", "flat", "kept-list", "hook-writes", "hook-keeps"}))
+@pytest.mark.parametrize("model", cases(OWN, quick={"kept-list", "hook-writes", "hook-keeps"}))
 def test_they_are_as_with_ddp(two_ranks: RankPool, model: Any) -> None:
     broken = Run(sabotage=means_stay_in_buckets if model is HookKeeps else views_of_buckets)
     ddp, ours, without = train_on(two_ranks, Recipe(model=model, steps=12), DDP, Run(), broken)

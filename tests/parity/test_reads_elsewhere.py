@@ -31,11 +31,11 @@ STEPS = 12
         pytest.param(observers.ReadsStateDict, marks=pytest.mark.slow),
         pytest.param(observers.WeightNorm, marks=pytest.mark.slow),
         observers.WritesWeights,
-        observers.CopiesModule,
+        pytest.param(observers.CopiesModule, marks=pytest.mark.slow),
         pytest.param(observers.PicklesModule, marks=pytest.mark.slow),
-        observers.ReloadsWeights,
+        pytest.param(observers.ReloadsWeights, marks=pytest.mark.slow),
         pytest.param(observers.ZeroesGradients, marks=pytest.mark.slow),
-        observers.RunsModule,
+        pytest.param(observers.RunsModule, marks=pytest.mark.slow),
     ],
 )
 def test_weights_between_steps(two_ranks: RankPool, callback: Any) -> None:
@@ -96,7 +96,9 @@ def test_optimizer_state_that_somebody_keeps(two_ranks: RankPool) -> None:
     assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=blind_to_kept_state)
 
 
-@pytest.mark.parametrize("callback", [observers.HooksSteps, observers.HooksAllSteps])
+@pytest.mark.parametrize(
+    "callback", [observers.HooksSteps, pytest.param(observers.HooksAllSteps, marks=pytest.mark.slow)]
+)
 def test_step_hooks_that_come_late_are_called_once_a_step(two_ranks: RankPool, callback: Any) -> None:
     recipe = Recipe(model=model, steps=STEPS, callbacks=(callback,))
     ddp, _ = assert_same_as_ddp(two_ranks, recipe, overlap=False)

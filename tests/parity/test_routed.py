@@ -97,8 +97,13 @@ def _closes(trainer: Trainer, model: Any) -> None:
 @pytest.mark.parametrize(
     ("mode", "trainer", "sparse"),
     [
-        ("overlapped", {}, False),
-        ("overlapped", {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, False),
+        pytest.param("overlapped", {}, False, marks=pytest.mark.slow),
+        pytest.param(
+            "overlapped",
+            {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
+            False,
+            marks=pytest.mark.slow,
+        ),
         ("overlapped", {"accumulate_grad_batches": 2}, True),
         ("ddp", {}, True),
         pytest.param("auto", {}, False, marks=pytest.mark.slow),

@@ -44,6 +44,7 @@ class InThreads(Tower):
         return self.last(torch.stack(outputs).sum(0) + self.first(inputs))
 
 
+@pytest.mark.slow
 def test_modules_in_threads_of_one_forward_pass(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(InThreads, optimizer=adamw, dropout=0.0), steps=STEPS)
     assert_same_as_ddp(two_ranks, recipe, options=ONE_BUCKET, network="late")
@@ -208,7 +209,7 @@ def nothing_before_forks(module: LightningModule) -> Any:
 @pytest.mark.parametrize(
     "forks",
     [
-        pytest.param(partial(Forks, "between"), id="between-steps"),
+        pytest.param(partial(Forks, "between"), id="between-steps", marks=pytest.mark.slow),
         pytest.param(partial(Forks, "between", thread=True), id="from-a-thread"),
         pytest.param(partial(Forks, "reducing"), id="gradients-on-their-way"),
     ],

@@ -122,7 +122,7 @@ class TwoOptimizers(Tower):
             optimizer.step()
 
 
-@pytest.mark.parametrize("batches", [2, 3])
+@pytest.mark.parametrize("batches", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_gradient_accumulation(two_ranks: RankPool, batches: int) -> None:
     model = partial(Tower, optimizer=adam, samples=104)  # 13 batches an epoch: the last window is a short one
     assert_same_as_ddp(two_ranks, Recipe(model=model, trainer={"accumulate_grad_batches": batches}))
@@ -146,7 +146,9 @@ def test_a_step_due_inside_selective_checkpointing_is_taken_outside(two_ranks: R
     assert_same_as_ddp(two_ranks, Recipe(model=model))
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize(
+    "precision", ["bf16-mixed", *(pytest.param(one, marks=pytest.mark.slow) for one in ("bf16-true", "64-true"))]
+)
 def test_precision(two_ranks: RankPool, precision: str) -> None:
     assert_same_as_ddp(two_ranks, Recipe(model=partial(Tower, optimizer=adam), trainer={"precision": precision}))
 
@@ -155,7 +157,7 @@ def test_parameters_of_several_types(two_ranks: RankPool) -> None:
     assert_same_as_ddp(two_ranks, Recipe(model=partial(MixedTypes, optimizer=adam)))
 
 
-@pytest.mark.parametrize("model", [Tower, Attention])
+@pytest.mark.parametrize("model", [Tower, pytest.param(Attention, marks=pytest.mark.slow)])
 def test_validation_in_mid_epoch(two_ranks: RankPool, model: Any) -> None:
     """Validation runs in inference mode and drops gradients; what it measures has to be the updated weights."""
     trainer = {"val_check_interval": 3, "limit_val_batches": 1.0, "num_sanity_val_steps": 2}
@@ -168,6 +170,7 @@ def test_gradients_that_are_zeroed_but_kept(two_ranks: RankPool) -> None:
     assert_same_as_ddp(two_ranks, Recipe(model=partial(KeepsGradients, optimizer=adam)))
 
 
+@pytest.mark.slow
 def test_uneven_last_batch(two_ranks: RankPool) -> None:
     assert_same_as_ddp(two_ranks, Recipe(model=partial(Tower, optimizer=adam, samples=42)))
 
@@ -193,7 +196,7 @@ def test_overridden_optimizer_step(two_ranks: RankPool) -> None:
     [
         {"find_unused_parameters": True},
         {"static_graph": True},
-        {"broadcast_buffers": False},
+        pytest.param({"broadcast_buffers": False}, marks=pytest.mark.slow),
     ],
     ids=lambda ddp: next(iter(ddp)),
 )
@@ -209,6 +212,7 @@ def test_strategy_by_the_name_of_a_variant(two_ranks: RankPool) -> None:
     assert ours[0].plan.overlapped, "as soon as there is something to hide"
 
 
+@pytest.mark.slow
 def test_epochs_with_what_metrics_drive(two_ranks: RankPool, tmp_path: Path) -> None:
     """Validation, checkpoints of the best weights, early stopping, and a schedule that looks at a metric."""
     recipe = Recipe(
@@ -236,9 +240,17 @@ def test_switched_off_barrier_crossing(two_ranks: RankPool) -> None:
     ("recipe", "reason"),
     [
         pytest.param(Recipe(model=TwoOptimizers), "manual", id="manual-optimization"),
-        pytest.param(Recipe(model=partial(Tower, optimizer=partial(LBFGS, max_iter=4)), steps=4), "LBFGS", id="LBFGS"),
         pytest.param(
-            Recipe(model=Tower, ddp={"gradient_as_bucket_view": False}), "gradient_as_bucket_view", id="no-bucket-views"
+            Recipe(model=partial(Tower, optimizer=partial(LBFGS, max_iter=4)), steps=4),
+            "LBFGS",
+            id="LBFGS",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Recipe(model=Tower, ddp={"gradient_as_bucket_view": False}),
+            "gradient_as_bucket_view",
+            id="no-bucket-views",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -171,7 +171,7 @@ class VectorisedOverWeights(Tower):
 
 KNOWN_BEFOREHAND = [
     pytest.param(Scripted, id="scripted", marks=pytest.mark.slow),
-    pytest.param(Traced, id="traced"),
+    pytest.param(Traced, id="traced", marks=pytest.mark.slow),
     pytest.param(partial(Compiled, in_place=False), id="compiled", marks=pytest.mark.slow),
     pytest.param(partial(Compiled, in_place=True), id="compiled-in-place"),
     pytest.param(partial(KeepsAlias, as_buffer=True), id="alias-in-a-buffer"),
@@ -180,7 +180,7 @@ KNOWN_BEFOREHAND = [
     pytest.param(OtherParameterClass, id="parameter-class"),
 ]
 FOUND_IN_THE_FIRST_STEP = [
-    pytest.param(ScriptedFunction, id="scripted-function"),
+    pytest.param(ScriptedFunction, id="scripted-function", marks=pytest.mark.slow),
     pytest.param(CompiledFunction, id="compiled-function", marks=pytest.mark.slow),
     pytest.param(ImpoliteInputs, id="tensor-class"),
     pytest.param(SilentInside, id="silent-code"),
@@ -211,7 +211,7 @@ def test_in_validation(two_ranks: RankPool, model: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "callback"),
     [
-        pytest.param(Scripted, RunsModule, id="scripted"),
+        pytest.param(Scripted, RunsModule, id="scripted", marks=pytest.mark.slow),
         pytest.param(FrozenTwin, RunsModule, id="frozen-twin", marks=pytest.mark.slow),
         pytest.param(partial(KeepsAlias, as_buffer=True), ReadsStateDict, id="alias-in-a-buffer"),
         pytest.param(OtherParameterClass, ReadsStateDict, id="parameter-class", marks=pytest.mark.slow),

@@ -110,7 +110,11 @@ def constant(optimizer: Optimizer) -> Any:
         pytest.param(LooksAfterBackward, False, blind_to_gradients, id="gradients-after-backward"),
         pytest.param(ClipsByHand, False, blind_to_gradients, id="clips-by-hand", marks=pytest.mark.slow),
         pytest.param(
-            partial(StepsScheduleByWeights, schedule=constant), True, blind_between_steps, id="schedule-by-weights"
+            partial(StepsScheduleByWeights, schedule=constant),
+            True,
+            blind_between_steps,
+            id="schedule-by-weights",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -64,7 +64,9 @@ def assert_overlaps(pool: RankPool, recipe: Recipe, *, near: float = 1e-3, **run
     return ours
 
 
-@pytest.mark.parametrize("optimizer", [adam, partial(AdamW, lr=0.01, foreach=True)])
+@pytest.mark.parametrize(
+    "optimizer", [adam, pytest.param(partial(AdamW, lr=0.01, foreach=True), marks=pytest.mark.slow)]
+)
 def test_norm_clipping(two_ranks: RankPool, optimizer: Any) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=optimizer), trainer=NORM)
     ours = assert_one_step_is_ddps(two_ranks, recipe)
@@ -84,7 +86,7 @@ def test_norms_below_the_limit_leave_every_bit(two_ranks: RankPool) -> None:
     assert_same_as_ddp(two_ranks, Recipe(model=partial(Tower, optimizer=adam), trainer=trainer))
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
 def test_value_clipping(two_ranks: RankPool, precision: str) -> None:
     trainer = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "precision": precision}
     recipe = Recipe(model=partial(Tower, optimizer=adam), trainer=trainer)
