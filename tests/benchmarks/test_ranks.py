@@ -31,6 +31,7 @@ def test_sets_are_done_at_the_same_time() -> None:
         assert [next(ranks.results(number))[0]["number"] for number in (1, 0)] == [2, 1]
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_are_an_error() -> None:
     with pytest.raises(MeasurementFailed, match=r"ended with codes .* in job 1"):
         list(in_turns(Place(ranks=2), say, [{"number": 1}, {"number": 2, "fails": 1}]))

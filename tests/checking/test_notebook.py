@@ -81,6 +81,7 @@ def test_a_read_through_an_address_is_found(options: dict[str, Any], deferral: b
     assert "a weight is read before the update of the last step has landed" in report.text()
 
 
+@pytest.mark.slow
 def test_sums_in_another_order_are_rounding() -> None:
     report = run(Tower(depth=2), gradient_clip_val=0.1)
     assert report.verdict == "rounding", report.text()

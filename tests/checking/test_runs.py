@@ -165,7 +165,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
     ("script", "said"),
     [
         ("print(1)", "without importing lightning"),
-        ("import lightning as L; L.Trainer(strategy='fsdp', accelerator='cpu')", "not trained with DDP"),
+        slow("import lightning as L; L.Trainer(strategy='fsdp', accelerator='cpu')", "not trained with DDP"),
         slow("import lightning.pytorch", "without a call of Trainer.fit"),
         slow("import pytorch_lightning as pl; pl.Trainer(strategy='fsdp', accelerator='cpu')", "not trained with DDP"),
         slow("from lightning.fabric import Fabric; Fabric(devices=1, accelerator='cpu').backward(None)", "Fabric"),

@@ -95,7 +95,7 @@ def hear_late(rank: int, *, direct: bool) -> tuple[bool, list[str]]:
     return ended, errors
 
 
-@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("direct", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_decisions_may_come_later_than_the_timeout(direct: bool, two_plain_ranks: RankPool) -> None:
     """As after a validation: the timeout is for connections and gradients."""
     assert two_plain_ranks.run(hear_late, direct=direct) == [(True, []), (True, [])]

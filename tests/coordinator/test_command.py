@@ -76,7 +76,8 @@ def test_a_run_with_slices_stops_politely_and_is_kept(tmp_path: Path) -> None:
     assert len((tmp_path / "state" / "rounds.jsonl").read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stays", [False, True])
 def test_it_ends_once_the_run_is_over_and_all_have_left(stays: bool, tmp_path: Path) -> None:
     argv = ["coordinator", "--bind", "127.0.0.1:0", "--state", str(tmp_path / "state"), "--inner-steps", "1"]
     argv += ["--outer-steps", "1", *(["--stay"] if stays else [])]

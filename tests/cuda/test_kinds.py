@@ -27,7 +27,7 @@ KINDS = [
     pytest.param({"by_host": True, "mode": "synchronised", "dtype": torch.bfloat16}, 1e-2, id="by host memory, bf16"),
     pytest.param({"dtype": torch.bfloat16}, 1e-2, id="bf16"),
     pytest.param({"dtype": torch.float16}, 1e-3, id="fp16"),
-    pytest.param({"compiled": "aot_eager"}, 1e-6, id="compiled"),
+    pytest.param({"compiled": "aot_eager"}, 1e-6, id="compiled", marks=pytest.mark.slow),
     pytest.param({"compiled": "inductor"}, 1e-4, id="compiled for the device", marks=on_cuda),
 ]
 
@@ -51,7 +51,7 @@ def test_two_ranks_on_gloo(
 @pytest.mark.parametrize(
     ("codec", "tolerance", "max_norm"),
     [
-        ("bf16", 1e-3, None),
+        pytest.param("bf16", 1e-3, None, marks=pytest.mark.slow),
         ("int8", 1e-2, 0.05),
         pytest.param("int4", 0.1, None, marks=pytest.mark.slow),
         pytest.param("topk:0.5:int8", 0.2, 0.05, marks=pytest.mark.slow),

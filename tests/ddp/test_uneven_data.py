@@ -56,6 +56,7 @@ MORE = [
 ]
 
 
+@pytest.mark.slow
 def test_three_ranks(three_ranks: RankPool) -> None:
     by_rank = three_ranks.run(fitted_all, cases=MORE)
     for index, case in enumerate(MORE):

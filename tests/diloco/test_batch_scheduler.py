@@ -375,7 +375,15 @@ def test_a_training_is_closed_by_rounds_without_a_step() -> None:
     assert bench.samples == 100
 
 
-@pytest.mark.parametrize("target", [SampleTarget(120 * 8 * 30), FastestSteps(30), FixedSteps(30)], ids=str)
+@pytest.mark.parametrize(
+    "target",
+    [
+        SampleTarget(120 * 8 * 30),
+        pytest.param(FastestSteps(30), marks=pytest.mark.slow),
+        pytest.param(FixedSteps(30), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("spread", "jitter"),
     [(1.0, 0.0), pytest.param(1.0, 0.1, marks=pytest.mark.slow), pytest.param(4.0, 0.02, marks=pytest.mark.slow)],

@@ -173,8 +173,10 @@ def samples_of_steps(first: list[list[int]], second: list[list[int]]) -> Iterato
 
 @pytest.mark.parametrize(
     ("inner", "counts", "waits"),
-    [("ddp", COUNTS, False), ("bytescheduler", [24], True)],
-    ids=["ddp", "bytescheduler, and the worker has to wait"],
+    [
+        pytest.param("ddp", COUNTS, False, id="ddp", marks=pytest.mark.slow),
+        pytest.param("bytescheduler", [24], True, id="bytescheduler, and the worker has to wait"),
+    ],
 )
 def test_the_ranks_of_a_worker_share_its_batches(
     inner: str, counts: list[int], waits: bool, three_plain_ranks: RankPool, tmp_path: Path

@@ -95,10 +95,16 @@ class NotesWeights(Callback):
 @pytest.mark.parametrize(
     "options",
     [
-        {**SCHEDULED, "inner_steps": 5, "fragments": 2, "overlap_steps": 2, "wire_dtype": "bf16"},
-        {**GROUPS, "inner_steps": 5, "fragments": 2, "overlap_steps": "auto"},
+        pytest.param(
+            {**SCHEDULED, "inner_steps": 5, "fragments": 2, "overlap_steps": 2, "wire_dtype": "bf16"},
+            id="bytescheduler",
+        ),
+        pytest.param(
+            {**GROUPS, "inner_steps": 5, "fragments": 2, "overlap_steps": "auto"},
+            id="ddp-auto",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["bytescheduler", "ddp-auto"],
 )
 def test_a_round_ends_at_the_same_step_on_all_ranks_of_a_worker(
     options: dict[str, Any], diloco_four_ranks: RankPool, tmp_path: Path

@@ -145,6 +145,7 @@ def test_a_fit_goes_on_from_a_checkpoint(diloco_ranks: RankPool, tmp_path: Path,
     assert trained(*(batches for batches, *_ in [*start, *rest])) == Counter(dict.fromkeys(range(SAMPLES), 2))
 
 
+@pytest.mark.slow
 def test_a_fit_goes_on_after_an_epoch_of_the_data(diloco_ranks: RankPool, tmp_path: Path, rows: str) -> None:
     arguments: dict[str, Any] = {"rows": rows, "folder": str(tmp_path), "options": {"inner_steps": 2}}
     diloco_ranks.run(fit_slices, max_epochs=1, saves=True, **arguments)

@@ -136,6 +136,7 @@ def check_tuned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (folder / "tuned" / "search.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_elastic_torchrun(nursery: Nursery, tmp_path: Path) -> None:
     options = ["--epochs", "1", "--samples", "480", "--pause", "0", "--output", str(tmp_path / "kept")]
     text = said(nursery, tmp_path, "examples.elastic_torchrun", *options)

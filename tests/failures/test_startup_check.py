@@ -291,7 +291,9 @@ def test_a_rank_that_dies_while_ranks_connect_is_named(monkeypatch: pytest.Monke
     "broken",
     [
         dist.DistStoreError("wait timeout after 1800000ms, keys: /0/1"),
-        RuntimeError("Gloo connectFullMesh failed with refused, remote=[127.0.1.1]:80"),
+        pytest.param(
+            RuntimeError("Gloo connectFullMesh failed with refused, remote=[127.0.1.1]:80"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_connection_that_a_dead_rank_breaks_names_it(broken: Exception, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 COUNT = """
 import json, sys
 before = set(sys.modules)
@@ -35,6 +37,7 @@ def test_the_package_itself_is_a_few_modules() -> None:
     assert len(brought) < 60  # those of the standard library among them
 
 
+@pytest.mark.slow
 def test_strategies_and_callbacks_bring_one_small_package() -> None:
     """Beside what ``import lightning`` brings."""
     names = "ByteSchedulerStrategy, DiLoCoStrategy, CreditTuner, PerformanceMonitor"

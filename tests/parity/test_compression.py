@@ -130,6 +130,7 @@ def test_an_overflow_is_seen_as_without_compression(two_ranks: RankPool) -> None
             assert torch.allclose(weight, ddp[rank].weights[name], atol=0.05), name
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_from_its_checkpoint(two_ranks: RankPool, tmp_path: Path) -> None:
     model = partial(Tower, optimizer=adamw)
     saving = Recipe(model=model, steps=20, callbacks=(partial(SaveAt, 15, tmp_path),))

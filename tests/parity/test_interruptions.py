@@ -122,7 +122,7 @@ class Signals(Callback):
 @pytest.mark.parametrize(
     ("owner", "name", "clips"),
     [
-        pytest.param("fit:Fit", "hook", False, id="in-a-backward-pass"),
+        pytest.param("fit:Fit", "hook", False, id="in-a-backward-pass", marks=pytest.mark.slow),
         pytest.param("steps", "_why_whole", False, id="as-a-step-is-deferred"),
         pytest.param("gradient_transforms:StepTransforms", "apply", True, id="as-a-bucket-is-stepped"),
     ],

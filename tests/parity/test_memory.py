@@ -125,11 +125,10 @@ class SpectrallyNormed(Tower):
 @pytest.mark.parametrize(
     "norm",
     [
-        nn.utils.spectral_norm,
-        nn.utils.parametrizations.weight_norm,
-        nn.utils.parametrizations.orthogonal,
+        pytest.param(nn.utils.spectral_norm, id="spectral"),
+        pytest.param(nn.utils.parametrizations.weight_norm, id="weight-parametrization"),
+        pytest.param(nn.utils.parametrizations.orthogonal, id="orthogonal", marks=pytest.mark.slow),
     ],
-    ids=["spectral", "weight-parametrization", "orthogonal"],
 )
 def test_normed_weights_overlap(two_ranks: RankPool, norm: Any) -> None:
     recipe = Recipe(model=partial(SpectrallyNormed, norm, depth=2, optimizer=partial(AdamW, lr=0.005)), steps=12)

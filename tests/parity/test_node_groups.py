@@ -105,6 +105,7 @@ def losses_scaled() -> MixedPrecision:
         pytest.param(
             Recipe(model=Normed, steps=8, trainer={"accumulate_grad_batches": 2}, ddp={"find_unused_parameters": True}),
             id="accumulation and buffers",
+            marks=pytest.mark.slow,
         ),
         pytest.param(Recipe(model=Tower, steps=8, plugins=(losses_scaled,)), id="fp16"),
     ],

@@ -93,6 +93,7 @@ def test_a_raising_rank_is_reported_with_its_traceback(pool: RankPool) -> None:
     assert pool.run(raise_on, bad=2) == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_hanging_rank_is_named_with_its_stack_and_ended(pool: RankPool) -> None:
     assert pool.run(hang_on, bad=2) == [0, 1]
     with pytest.raises(RanksFailed, match=r"No answer within 5 s from rank 0 of 2(.|\n)*in hang_on"):
