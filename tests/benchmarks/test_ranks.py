@@ -18,7 +18,8 @@ def say(job: dict[str, Any]) -> dict[str, Any]:
     return {"number": job["number"], **{name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "NODE_RANK")}}
 
 
-@pytest.mark.parametrize(("each", "local", "node"), [pytest.param(1, "0", "1", marks=pytest.mark.slow), (2, "1", "0")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("each", "local", "node"), [(1, "0", "1"), (2, "1", "0")])
 def test_jobs_are_done_in_turn_by_all_ranks(each: int, local: str, node: str) -> None:
     answers = list(in_turns(Place(ranks=2, each=each), say, [{"number": 1}, {"number": 2}]))
     assert [[one["number"] for one in some] for some in answers] == [[1, 1], [2, 2]]

@@ -50,6 +50,7 @@ def alone(found: Sequence[Seen], accumulate: int = 1) -> dict[str, torch.Tensor]
     return {name: value.detach() for name, value in module.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_slices_follow_pace_and_the_training_is_one_processs(two_ranks: RankPool, tmp_path: Path) -> None:
     found = two_ranks.run(
         fit_balanced,

@@ -92,12 +92,18 @@ class Changes(Callback):
     [
         Recipe(model=partial(Buffered, recomputed=True), trainer={"accumulate_grad_batches": 2}),
         Recipe(model=partial(Buffered, replaced=True), trainer={"val_check_interval": 3}),
-        Recipe(model=ReplacedByOne, steps=16),
+        pytest.param(Recipe(model=ReplacedByOne, steps=16), marks=pytest.mark.slow),
         Recipe(model=Buffered, steps=6, ddp={"broadcast_buffers": False}),
-        Recipe(model=Buffered, steps=16, callbacks=(partial(Changes, after=12, ranks=(0, 1)),)),
+        pytest.param(
+            Recipe(model=Buffered, steps=16, callbacks=(partial(Changes, after=12, ranks=(0, 1)),)),
+            marks=pytest.mark.slow,
+        ),
         Recipe(model=Buffered, steps=16, callbacks=(partial(Changes, after=12, ranks=(0, 1), unseen=True),)),
         Recipe(model=Buffered, steps=6, callbacks=(partial(Changes, after=2, ranks=(0,)),)),
-        Recipe(model=Buffered, steps=16, callbacks=(partial(Changes, after=12, ranks=(1,)),)),
+        pytest.param(
+            Recipe(model=Buffered, steps=16, callbacks=(partial(Changes, after=12, ranks=(1,)),)),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_buffers_are_ddps(two_ranks: RankPool, recipe: Recipe) -> None:

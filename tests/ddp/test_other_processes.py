@@ -74,9 +74,8 @@ def test_over_a_pipe_goes_a_plain_parameter_after_its_touch(opens: bool) -> None
     assert GatedParameter not in arguments
 
 
-@pytest.mark.parametrize(
-    "strategy", ["bytescheduler_notebook", pytest.param("bytescheduler_spawn", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["bytescheduler_notebook", "bytescheduler_spawn"])
 def test_the_process_that_started_those_of_a_fit_knows_what_came_of_it_and_saves(strategy: str, tmp_path: Path) -> None:
     """It takes no step itself, and the model has no trainer then."""
     command = [sys.executable, "-m", "tests.ddp.spawned_fit", strategy, str(tmp_path / "after.ckpt")]

@@ -226,7 +226,9 @@ class ReadsLate(BackgroundServer):
             self.has_read.set()
 
 
-@pytest.mark.parametrize("reads", [False, True], ids=["not read", "read"])
+@pytest.mark.parametrize(
+    "reads", [pytest.param(False, id="not read", marks=pytest.mark.slow), pytest.param(True, id="read")]
+)
 def test_no_connection_outlives_a_client_that_stops_after_part_of_an_upload(reads: bool) -> None:
     """What aiohttp's buffer has of an upload that is cancelled goes on waiting to be sent."""
     gc.collect()

@@ -106,7 +106,7 @@ class WritesThroughAlias(KeepsAliases):
 @pytest.mark.parametrize(
     ("take", "since"),
     [
-        (data, "before"),
+        pytest.param(data, "before", marks=pytest.mark.slow),
         (detached, "backward"),
         pytest.param(state_dict, "batch end", marks=pytest.mark.slow),
         pytest.param(arrays, "before", marks=pytest.mark.slow),

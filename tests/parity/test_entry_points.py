@@ -15,6 +15,7 @@ from torch.optim import AdamW
 from tests.parity import silent_readers
 from tests.parity.checks import assert_same_as_ddp
 from tests.parity.sabotage import no_entry_points
+from tests.support.cases import cases
 from tests.support.fit import Recipe
 from tests.support.models import Tokens, Tower
 from tests.support.rank_pool import RankPool
@@ -76,7 +77,7 @@ def test_transforms_in_the_forward_pass(two_ranks: RankPool, model: Any) -> None
     assert not ours[0].plan.opened_for
 
 
-@pytest.mark.parametrize("callback", silent_readers.READERS.values(), ids=silent_readers.READERS)
+@pytest.mark.parametrize("callback", cases(silent_readers.READERS, quick={"per-sample", "exports"}))
 def test_callbacks(two_ranks: RankPool, callback: Any) -> None:
     """In the forward pass, after the backward pass and between steps."""
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=STEPS, callbacks=(callback,))

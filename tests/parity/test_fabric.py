@@ -355,8 +355,18 @@ LOOPS = {
 }
 
 
-def test_loops_are_ddps(two_ranks: RankPool) -> None:
-    for outcome in two_ranks.run(compare, loops=LOOPS):
+QUICK = ("accumulation", "clipping by norm", "two modules, one optimizer", "validation", "closures", "saved and loaded")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(QUICK, id="usual"),
+        pytest.param([name for name in LOOPS if name not in QUICK], id="rarer", marks=pytest.mark.slow),
+    ],
+)
+def test_loops_are_ddps(names: list[str], two_ranks: RankPool) -> None:
+    for outcome in two_ranks.run(compare, loops={name: LOOPS[name] for name in names}):
         for name, seen in outcome.items():
             assert not seen.differences, name
             assert seen.statistics.overlapped_steps or name in ("clipping by norm", "two modules, one optimizer"), name

@@ -19,6 +19,7 @@ from tests.parity.matrix import check
 from tests.parity.observers import sums
 from tests.parity.test_parameter_servers import PS
 from tests.parity.test_synchronised import SparseTable
+from tests.support.cases import cases
 from tests.support.fit import SIZES, Recipe, Run
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
@@ -131,7 +132,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("model", KINDS.values(), ids=list(KINDS))
+@pytest.mark.parametrize("model", cases(KINDS, quick={"complex", "all sorts", "one memory", "hooks"}))
 def test_kinds(two_ranks: RankPool, model: Any) -> None:
     recipe = Recipe(model=partial(model, optimizer=partial(SGD, lr=0.02, momentum=0.9)), steps=STEPS)
     _, ours = assert_same_as_ddp(two_ranks, recipe, overlap=False)
@@ -175,7 +176,11 @@ def test_two_passes_in_the_first_forward_of_a_static_graph(two_ranks: RankPool, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model", [Complex, partial(Complex, torch.complex128), AllSorts], ids=["complex64", "complex128", "all sorts"]
+    "model",
+    cases(
+        {"complex64": Complex, "complex128": partial(Complex, torch.complex128), "all sorts": AllSorts},
+        quick={"all sorts"},
+    ),
 )
 def test_kinds_clipped_by_their_norm(two_ranks: RankPool, model: Any) -> None:
     """Norms are added up in another order than DDP's, so the weights are those of DDP within rounding."""

@@ -116,7 +116,7 @@ def fit_others_in_between(trainer: Trainer, module: Any) -> None:
         evaluate,
         pytest.param(fit_further, marks=pytest.mark.slow),
         pytest.param(fit_with_another_trainer, marks=pytest.mark.slow),
-        fit_others_in_between,
+        pytest.param(fit_others_in_between, marks=pytest.mark.slow),
     ],
 )
 def test_after_a_fit(two_ranks: RankPool, after: Any) -> None:

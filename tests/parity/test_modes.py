@@ -68,7 +68,7 @@ def run_restlessly(rank: int, recipe: Recipe) -> tuple[Outcome, list[bool]]:
         Recipe(model=partial(MixedTypes, optimizer=adamw)),
         Recipe(model=Tower, trainer={"accumulate_grad_batches": 2}),
         Recipe(model=Tower, trainer={"gradient_clip_val": 0.05}),
-        Recipe(model=Tower, ddp={"find_unused_parameters": True}),
+        pytest.param(Recipe(model=Tower, ddp={"find_unused_parameters": True}), marks=pytest.mark.slow),
     ],
 )
 def test_steps_as_ddps(two_ranks: RankPool, recipe: Recipe) -> None:

@@ -195,7 +195,7 @@ def test_overridden_optimizer_step(two_ranks: RankPool) -> None:
     "ddp",
     [
         {"find_unused_parameters": True},
-        {"static_graph": True},
+        pytest.param({"static_graph": True}, marks=pytest.mark.slow),
         pytest.param({"broadcast_buffers": False}, marks=pytest.mark.slow),
     ],
     ids=lambda ddp: next(iter(ddp)),
