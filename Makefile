@@ -27,7 +27,7 @@ ROOM_OF_SUITE := tests/lightning_suite
 ROOM_OF_MODELS := tests/real_models
 ROOM_OF_RAY := tests/ray_train
 PYTEST_ARGS ?=
-# Which slow tests are run: none, all, or those of the files named.
+# Which slow tests are run: none, all, or a seventh (3/7) and one case of each test in the files named.
 SLOW ?= none
 BENCH_ARGS ?=
 CHECKOUT ?=
