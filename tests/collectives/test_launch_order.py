@@ -60,10 +60,8 @@ class Rank:
         self.core.abort(error)
         return error
 
-    def task(self, index: int, size: int, *, priority: int = 0, step: int = 1, fold: int = 1) -> CommTask:
-        task = CommTask(
-            f"{step}.{index}", size, launch=self.launch, priority=priority, key=TaskKey(step, bucket=index), fold=fold
-        )
+    def task(self, index: int, size: int, *, priority: int = 0, step: int = 1) -> CommTask:
+        task = CommTask(f"{step}.{index}", size, launch=self.launch, priority=priority, key=TaskKey(step, bucket=index))
         self.core.enqueue(task)
         return task
 
@@ -138,18 +136,6 @@ def test_the_leader_may_change_its_partition_size_at_any_time() -> None:
                 task.wait(WAIT)
         assert made[0].launched == made[1].launched
         assert [name.split("[")[0] for name in made[1].launched] == ["1.0"] * 3 + ["2.0"] * 7 + ["3.0"] * 3
-
-
-def test_larger_parts_are_those_of_rank_zero() -> None:
-    with ranks(2) as made:
-        for step, fold in enumerate((1, 4, 1), start=1):
-            tasks = [rank.task(0, 1000, step=step, fold=fold if rank is made[0] else 1) for rank in made]
-            for task in tasks:
-                task.notify_ready()
-            for task in tasks:
-                task.wait(WAIT)
-                assert task.sub_tasks[0].size == (334 if fold > 1 else 100)
-        assert made[0].launched == made[1].launched
 
 
 def test_another_model_is_an_error_that_says_so() -> None:

@@ -175,7 +175,6 @@ def test_a_number_is_taken_over_from_a_dead_server() -> None:
         {"servers": "ps"},
         {"servers": {"spares": 1}},
         {"servers": {"spare": -1}},
-        {"servers": 0, "rules": CompressionRules.resolve("auto")},
         {"servers": 1, "rules": CompressionRules.resolve("int8")},
         {"servers": {"spare": 1, "placement": "murmur"}},
         {"servers": {"placement": "djb2"}},

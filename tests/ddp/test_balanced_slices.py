@@ -62,7 +62,7 @@ def test_slices_follow_pace_and_the_training_is_one_processs(two_ranks: RankPool
     )
     assert not [seen.error for seen in found if seen.error]
     for seen in found:
-        assert "batches of 16 samples, by rank (4, 12), which saves" in seen.plan
+        assert "batches of 16 samples, by rank (4, 12)" in seen.plan
         assert seen.metrics["bytescheduler/share_of_rank_0"] == 4
         assert seen.changes == 1
     for epoch in range(2):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,17 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_bytescheduler.collectives.device_streams import HostPayloads
 from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.launch_order import order_of
 from lightning_bytescheduler.collectives.route import AllReduce
-from lightning_bytescheduler.compression.dense import Dense
 from lightning_bytescheduler.ddp.compressed_reduction import (
-    CompressedBucket,
     GradientCompression,
-    Piece,
 )
-from lightning_bytescheduler.ddp.compression_rules import AllLayers, CompressedLayers, CompressionRules
+from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.fit_report import Record, SchedulerStatistics
 from lightning_bytescheduler.ddp.reduction import GradientBucket, Reduction, ShardedReduction
 from lightning_bytescheduler.ddp.residuals import Residuals
@@ -85,21 +80,6 @@ class Counts:
         pass
 
 
-class Scripted(AllLayers):
-    """As if rank 0 had all compressed but in the first of three steps."""
-
-    fold = CompressedLayers.fold
-
-    def __init__(self) -> None:
-        self.step = 0
-
-    def begin_backward(self, *, exact: bool) -> None:
-        self.step += 1
-
-    def include(self, bucket: int, nbytes: int) -> bool:
-        return self.step % 3 != 1
-
-
 def reduce_steps(
     rank: int,
     group: dist.ProcessGroup,
@@ -124,7 +104,6 @@ def reduce_steps(
         residuals,
         record=record,
         loss_scale=lambda: scale if overflow else None,
-        layers=Scripted() if compression == "auto" else None,
     )
 
     def failed(error: BaseException) -> BaseException:
@@ -238,13 +217,10 @@ def results(two_plain_ranks: RankPool) -> dict[str, list[Result]]:
         **{str(mixed): {"steps": _STEPS, "compression": mixed} for mixed in _MIXED},
         "spoiled": {"steps": 3, "compression": "int8", "sharded": True, "spoil": _SPOILED},
         "sharded": {"steps": 1, "compression": "int8", "sharded": True},
-        "auto": {"steps": _STEPS, "compression": "auto"},
-        "auto in shards": {"steps": _STEPS, "compression": "auto", "sharded": True},
         "left out": {"steps": 4, "compression": "int4", "overflow": 3},
         "three": {"steps": 2, "compression": "int4"},
         "weighted": {"steps": _STEPS, "compression": "int4", "weighted": True},
         "weighted, in shards": {"steps": _STEPS, "compression": "topk:0.05", "weighted": True, "sharded": True},
-        "weighted, auto": {"steps": _STEPS, "compression": "auto", "weighted": True},
     }
     by_rank = two_plain_ranks.run(reduce_all, jobs=list(jobs.values()))
     return {name: [ofs[index] for ofs in by_rank] for index, name in enumerate(jobs)}
@@ -276,7 +252,7 @@ def test_what_was_applied_and_what_is_left_add_up_to_the_gradients(
     assert np.array_equal(ours[0].means[-1][700:730], exact[700:730])
 
 
-@pytest.mark.parametrize("job", ["weighted", "weighted, in shards", "weighted, auto"])
+@pytest.mark.parametrize("job", ["weighted", "weighted, in shards"])
 def test_what_ranks_count_is_counted_once(results: dict[str, list[Result]], job: str) -> None:
     """What is left of a step counts as in that step, not as in the one that it travels with."""
     ours = results[job]
@@ -312,63 +288,9 @@ def test_norms_are_those_of_what_is_applied(results: dict[str, list[Result]]) ->
     assert first.statistics.residual_squares > 0
 
 
-@pytest.mark.parametrize("job", ["auto", "auto in shards"])
-def test_a_bucket_may_be_compressed_in_one_step_and_exact_in_the_next(
-    results: dict[str, list[Result]], job: str
-) -> None:
-    first, second = results[job]
-    halves = [gradient(1, rank) * np.float32(0.5) for rank in range(2)]
-    assert np.array_equal(first.means[0], halves[0] + halves[1]), "nothing was compressed yet"
-    applied = np.sum([mean.astype(np.float64) for mean in first.means[:4]], axis=0)
-    gradients = np.sum([gradient(step, rank) / 2 for step in range(1, 5) for rank in range(2)], axis=0)
-    assert np.allclose(applied, gradients, rtol=1e-5, atol=1e-5), "the exact step 4 sends all that was left, once"
-    assert not np.allclose(first.means[3], sum(gradient(4, rank) / 2 for rank in range(2)), rtol=1e-5, atol=1e-5)
-    assert all(np.array_equal(a, b) for a, b in zip(first.means, second.means, strict=True))
-    applied = np.sum([mean.astype(np.float64) for mean in first.means], axis=0)
-    gradients = np.sum([gradient(step, rank) / 2 for step in range(1, _STEPS + 1) for rank in range(2)], axis=0)
-    for name, here in (("a", slice(0, 700)), ("c", slice(730, None))):
-        left = first.residuals[name].astype(np.float64) + second.residuals[name]
-        assert np.allclose(applied[here] + left, gradients[here], rtol=1e-5, atol=1e-4)
-        assert np.abs(left).max() > 0
-    assert not np.array_equal(first.means[1], sum(gradient(2, rank) * np.float32(0.5) for rank in range(2)))
-
-
 def test_a_step_that_is_left_out_takes_no_residuals_with_it(results: dict[str, list[Result]]) -> None:
     """Step 3 is found to have overflowed when step 4 begins, under half the loss scale."""
     for rank in range(2):
         kept = results["left out"][rank].kept
         for name, before in results["three"][rank].residuals.items():
             assert np.array_equal(kept[name], before / 2), name
-
-
-def add_left(bucket: torch.Tensor, piece: Piece, weight: Any) -> None:
-    known: Any = SimpleNamespace(failure=lambda: None, with_residual=lambda piece, make: piece)
-    CompressedBucket(bucket, [piece], known, weight, HostPayloads()).add_left()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gradient_takes_of_what_was_left_what_its_digits_can_hold(dtype: torch.dtype) -> None:
-    """The rest stays: a small one would be lost in each step, else."""
-    left = torch.tensor([1e-4, 0.25, 3.0, 1e-4])
-    gradient = torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=dtype)
-    residual, bucket = left.clone(), gradient.clone()
-    add_left(bucket, Piece(0, 4, Dense("int8", "nearest"), residual), StepWeight(2))
-    taken = (bucket.float() - gradient.float()) / 2
-    torch.testing.assert_close(taken + residual, left, rtol=1e-6, atol=1e-7)
-    assert torch.equal(residual[1:3], torch.zeros(2))
-    assert (residual[0] > 5e-5) == (dtype is torch.bfloat16)
-
-
-def test_what_a_gradient_cannot_take_at_all_stays() -> None:
-    gradient, left = torch.tensor([65000.0, 1.0], dtype=torch.float16), torch.tensor([60000.0, 0.5])
-    add_left(gradient, Piece(0, 2, Dense("int8", "nearest"), left), StepWeight(1))
-    assert gradient.tolist() == [65000.0 - 8, 1.0]  # as fp16 has it
-    assert left.tolist() == [60000.0, 0.5]
-
-
-@pytest.mark.parametrize(("idle", "factor"), [(True, 1.0), (False, 0.0)])
-def test_what_is_left_stays_where_nothing_of_it_is_sent(idle: bool, factor: float) -> None:
-    left = torch.full((2,), 5.0)
-    weight: Any = SimpleNamespace(factor=factor, wait=lambda failure: None)
-    add_left(torch.ones(2), Piece(0, 2, Dense("int8", "nearest"), left, idle=idle), weight)
-    assert left.tolist() == [5.0, 5.0]

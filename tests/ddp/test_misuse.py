@@ -123,14 +123,6 @@ def test_a_misspelt_option_is_refused_at_once(option: str, says: str) -> None:
         ByteSchedulerStrategy(**{option: 4})
 
 
-@pytest.mark.parametrize("compression", ["auto", {"head.*": None, "*": "auto"}])
-def test_auto_needs_steps_that_may_overlap(compression: Any) -> None:
-    with pytest.raises(OptionError, match=r"^compression=.*auto.* not with mode='ddp'.*or name a compressor"):
-        ByteSchedulerStrategy(compression=compression, mode="ddp")
-    ByteSchedulerStrategy(compression="int8", mode="ddp")
-    ByteSchedulerStrategy(compression=compression, mode="overlapped")
-
-
 def test_a_size_without_its_name_is_refused() -> None:
     with pytest.raises(OptionError, match=r"^accelerator=131072 .*as in ByteSchedulerStrategy\(partition_size="):
         ByteSchedulerStrategy(131072)  # type: ignore[arg-type]

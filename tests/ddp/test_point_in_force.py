@@ -299,25 +299,3 @@ def test_the_next_fit_goes_on_with_what_this_one_knows(tuner: CreditTuner) -> No
     tuner.stop()
     assert SimulatedFit(tuner, nothing_to_gain).point == PLAIN_DDP
     assert tuner.is_settled
-
-
-@pytest.mark.parametrize(("point", "told"), [(PLAIN_DDP, [1, 2, 3, 4]), (START, [])], ids=["as DDP", "overlapped"])
-def test_what_others_try_in_overlapped_steps_does_not_hold_up_plain_ddp(point: TuningPoint, told: list[int]) -> None:
-    steps: list[int] = []
-    tuner: Any = SimpleNamespace(
-        current=point, is_settled=False, step_took=lambda step, seconds, **_: steps.append(step)
-    )
-    core: Any = SimpleNamespace(credit=0, partition_size=0)
-    values: Any = OneRank()
-    in_force = PointInForce(
-        core=core,
-        values=values,
-        point=point,
-        tuner=tuner,
-        on_change=lambda _: None,
-        device=torch.device("cpu"),
-        others_try=lambda: True,
-    )
-    for step in range(1, 6):
-        in_force.before_forward(step)
-    assert steps == told

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -18,7 +17,6 @@ from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.ddp.wire import AgreedSizes
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.tuning.sizes import SchedulerSizes
-from tests.ddp.routes import idle_wire
 
 _GROUPS = SimpleNamespace(create=lambda **_: SimpleNamespace(by_host=False))
 
@@ -81,19 +79,3 @@ def test_buckets_that_were_chosen_are_those_that_count(monkeypatch: pytest.Monke
         TrainerFit.begin(strategy, _options(own_buckets=True), board, Residuals())
     assert raised.value.args[0].bucket_bytes == 2 * 2**20
     assert strategy._ddp_kwargs == {"bucket_cap_mb": 2}
-
-
-@pytest.mark.parametrize("what", ["an epoch", "a validation"])
-def test_a_step_with_something_else_in_it_says_nothing_of_layers(what: str) -> None:
-    module: Any = SimpleNamespace(automatic_optimization=True)
-    strategy: Any = SimpleNamespace(
-        lightning_module=module, precision_plugin=Precision(), root_device=torch.device("cpu")
-    )
-    wire, codec = idle_wire(Mock()), Mock()
-    wire.agreed = AgreedSizes(sizes=SchedulerSizes(partition_size=10, credit=20, bucket_bytes=1000), link=None)
-    fit = TrainerFit(strategy, _options(own_buckets=False), wire, [], codec=codec)
-    if what == "an epoch":
-        fit.begin_epoch()
-    else:
-        fit.validate()
-    codec.layers.disturb.assert_called_once_with()

@@ -15,14 +15,10 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import AdamW
 
 from lightning_bytescheduler.ddp import trainer_fit
-from lightning_bytescheduler.ddp.compression_rules import LayerSearch
 from lightning_bytescheduler.exceptions import OptionError, RanksDifferError
-from lightning_bytescheduler.tuning import credit_tuner
-from lightning_bytescheduler.tuning.search import CreditTuning
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.parity.test_checkpoints import SaveAt
-from tests.parity.test_modes import Restless
-from tests.support.fit import SIZES, Outcome, Recipe, Run, train, train_all
+from tests.support.fit import SIZES, Outcome, Recipe, Run, train
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 
@@ -556,122 +552,6 @@ def test_a_tensor_without_elements_is_no_hindrance_to_factors(two_ranks: RankPoo
     recipe = Recipe(model=Placeholder, steps=6)
     (ours,) = train_on(two_ranks, recipe, Run(options={**INT8, "compression": "powersgd:1"}))
     assert same_weights(ours[0], ours[1])
-
-
-AUTO = {**SIZES, "compression": "auto", "compression_min_size": 40}
-
-
-def train_chosen(rank: int, recipe: Recipe, runs: list[Run], counts: list[int]) -> list[Outcome]:
-    """As if rank 0 had found that so many buckets are to be compressed, in one step after the other."""
-
-    def step_took(search: LayerSearch, *_: Any, **__: Any) -> None:
-        assert rank == 0, "one rank decides"
-        search.count = next(wanted, search.count)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LayerSearch, "step_took", step_took)
-        patch.setattr(LayerSearch, "is_settled", False)
-        outcomes = []
-        for run in runs:
-            wanted = iter(counts)
-            outcomes += train_all(rank, recipe, [run])
-        return outcomes
-
-
-def test_auto_leaves_alone_what_hides(two_ranks: RankPool) -> None:
-    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=10)
-    runs = [DDP, Run(options=AUTO)]
-    ddp, auto = zip(*two_ranks.run(train_chosen, recipe=recipe, runs=runs, counts=[]), strict=True)
-    assert_same(ddp, auto)
-    statistics, plan = auto[0].statistics, auto[0].plan
-    assert statistics is not None
-    assert plan is not None
-    assert statistics.compressed_share == 0.0
-    assert "as many of the first layers' as it takes" in plan.summary()
-
-
-@pytest.mark.parametrize(
-    "trainer",
-    [
-        pytest.param({}, id="all-reduced", marks=pytest.mark.slow),
-        pytest.param({"gradient_clip_val": 0.05}, id="in shards"),
-    ],
-)
-def test_auto_compresses_the_layers_that_rank_0_says(two_ranks: RankPool, trainer: dict[str, Any]) -> None:
-    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=12, trainer=trainer)
-    (ddp,) = train_on(two_ranks, recipe, DDP)
-    never_overlaps = {**AUTO, "mode": "auto", "gradient_as_bucket_view": False}
-    runs = [Run(options=AUTO), Run(options={**AUTO, "cross_barrier": False}), Run(options=never_overlaps)]
-    counts = [0, 0, 1, 1, 2, 1000, 1000, 0, 0, 3]
-    for outcomes in zip(*two_ranks.run(train_chosen, recipe=recipe, runs=runs, counts=counts), strict=True):
-        assert same_weights(outcomes[0], outcomes[1]), "ranks drift apart"
-        assert not same_weights(ddp[0], outcomes[0]), "nothing was compressed"
-        assert max_difference(ddp[0], outcomes[0]) < 0.05
-        for outcome in outcomes:
-            assert outcome.error is None
-            assert outcome.statistics is not None
-            assert 0.15 < outcome.statistics.compressed_share < 0.7
-
-
-class Settled(Restless):
-    """Wants steps as DDP's, whatever they take."""
-
-    def step_took(self, step: int, seconds: float, *, hideable: float | None = None) -> None:
-        pass
-
-
-def train_in_two_ways(rank: int, recipe: Recipe, search: type[CreditTuning]) -> Outcome:
-    """All layers are to be compressed, in steps of which some or all are taken as DDP's."""
-    run = Run(options={**AUTO, "mode": "auto", "tuning": False})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(credit_tuner, "CreditTuning", search)
-        return train_chosen(rank, recipe, [run], [1000])[0]
-
-
-def test_auto_is_exact_in_steps_as_ddps(two_ranks: RankPool) -> None:
-    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=12)
-    (ddp,) = train_on(two_ranks, recipe, DDP)
-    exact = two_ranks.run(train_in_two_ways, recipe=recipe, search=Settled)
-    assert_same(ddp, exact)
-    mixed = two_ranks.run(train_in_two_ways, recipe=recipe, search=Restless)
-    assert same_weights(mixed[0], mixed[1]), "ranks drift apart"
-    assert max_difference(ddp[0], mixed[0]) < 0.05
-    statistics = mixed[0].statistics
-    assert statistics is not None
-    assert 0.1 < statistics.compressed_share < 0.9
-    assert 3 <= statistics.overlapped_steps <= 11  # while layers are tried, the mode stays
-
-
-@pytest.mark.slow
-def test_auto_on_three_ranks_that_accumulate(three_ranks: RankPool) -> None:
-    recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=10, trainer={"accumulate_grad_batches": 2})
-    (ddp,) = train_on(three_ranks, recipe, DDP)
-    counts = [0, 1, 1000, 0, 2, 2]
-    outcomes = [o for (o,) in three_ranks.run(train_chosen, recipe=recipe, runs=[Run(options=AUTO)], counts=counts)]
-    for rank, outcome in enumerate(outcomes):
-        assert same_weights(outcomes[0], outcome), "ranks drift apart"
-        assert 0 < max_difference(ddp[rank], outcome) < 0.05
-        assert outcome.statistics is not None
-        assert 0.1 < outcome.statistics.compressed_share < 0.9
-
-
-def test_auto_goes_on_exact_and_sends_what_a_checkpoint_has_left(two_ranks: RankPool, tmp_path: Path) -> None:
-    model = partial(Tower, optimizer=adamw)
-    path = tmp_path / "after.ckpt"
-    saving = Recipe(model=model, steps=8, after=partial(save_to, str(path)))
-    two_ranks.run(train_chosen, recipe=saving, runs=[Run(options=AUTO)], counts=[0, 1000])
-    left = torch.load(path, weights_only=True)["lightning_bytescheduler.compression"]["residuals"]
-    assert all(tensor.abs().max() > 0 for tensor in left.values())
-
-    after = tmp_path / "later.ckpt"
-    resumed = Recipe(model=model, steps=12, resume=str(path), after=partial(save_to, str(after)))
-    runs = [DDP, Run(options=AUTO)]
-    for ddp, ours in two_ranks.run(train_chosen, recipe=resumed, runs=runs, counts=[]):
-        assert ours.statistics is not None
-        assert ours.statistics.compressed_share == 0.0
-        assert 0 < max_difference(ddp, ours) < 0.05, "what was left was not sent"
-    left = torch.load(after, weights_only=True)["lightning_bytescheduler.compression"]["residuals"]
-    assert not any(tensor.any() for tensor in left.values()), "all of it was sent"
 
 
 def test_ranks_without_a_shard_take_part(three_ranks: RankPool) -> None:

@@ -80,20 +80,6 @@ def test_one_at_a_time_whatever_the_credit() -> None:
         task.wait(WAIT)
 
 
-def test_what_travels_in_fewer_bytes_has_larger_parts_that_take_as_much_credit() -> None:
-    transport = ManualTransport()
-    with running_core(partition_size=10, credit=20) as core:
-        task = enqueue(core, transport, "a", 100, fold=4)
-        transport.wait_for(2)
-        assert [(sub.offset, sub.size, sub.charge) for sub in task.sub_tasks] == [(0, 34, 9), (34, 34, 9), (68, 32, 8)]
-        transport.wait_for(3)
-        assert core.in_flight == 26
-        like = CommTask("b", 100, launch=transport, fold=4)
-        core.partition_size = 5
-        core.enqueue(like, cut_like=task)
-        assert [sub.size for sub in like.sub_tasks] == [34, 34, 32]
-
-
 def test_more_credit_is_used_at_once() -> None:
     transport = ManualTransport()
     with running_core(partition_size=10, credit=10) as core:

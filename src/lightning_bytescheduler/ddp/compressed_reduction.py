@@ -24,9 +24,9 @@ Source: error feedback in both directions: Tang et al., "DoubleSqueeze", ICML 20
 compressed shards: BytePS, and Zhong et al., "Compressed Communication for Distributed Training".
 
 Threads: ``CompressedBucket.scatter`` and ``.gather`` run on the codec thread. What follows them runs on the completion
-thread, once everything sent in the same part is encoded. Residuals are created on the codec thread; those of matrices,
-and of buckets that travel exact, by the training thread before a bucket is sent, on a GPU before the event that marks
-the gradient as complete. Parts do not overlap, so threads share only counters, which have their own lock.
+thread, once everything sent in the same part is encoded. Residuals are created on the codec thread; those of matrices
+by the training thread before a bucket is sent, on a GPU before the event that marks the gradient as complete. Parts do
+not overlap, so threads share only counters, which have their own lock.
 
 On a GPU all arithmetic runs where gradients are, and only payloads are copied (``device_streams.py``). Decoding uses
 only operations with one correct result, so that different processors get the same bits; matrix products of factors are
@@ -61,7 +61,7 @@ from lightning_bytescheduler.collectives.route import EncodedStart
 from lightning_bytescheduler.compression import Compressor
 from lightning_bytescheduler.compression.compressor import is_finite
 from lightning_bytescheduler.compression.powersgd import Matrix, PowerSGD
-from lightning_bytescheduler.ddp.compression_rules import AUTO, AllLayers, CompressionRules
+from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.reduction import GradientBucket, OnEnd, Phase, Reduction, Uncompressed
 from lightning_bytescheduler.ddp.residuals import Residuals
@@ -78,7 +78,6 @@ __all__ = [
 ]
 
 _ALIGNED = 8  # bytes, so that a body can be read as numbers
-_WIDTH = 4  # bytes of an element of a residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +145,6 @@ class CompressedBucket:
         pieces: Those of whole parameters, without residuals.
         weight: This rank's weight, known before anything is sent; residuals hold gradients times its factor.
         copies: Copies payloads between ``buffer``'s device and host memory.
-        fold: How many times larger its parts are than others', see :class:`CommTask`.
     """
 
     def __init__(
@@ -156,9 +154,7 @@ class CompressedBucket:
         observer: GradientCompression,
         weight: StepWeight,
         copies: HostPayloads,
-        fold: int = 1,
     ) -> None:
-        self.fold = fold
         self._copies = copies
         self._buffer = buffer
         self._width = buffer.element_size()
@@ -166,32 +162,6 @@ class CompressedBucket:
         self._observer = observer
         self._weight = weight
         self._sums: dict[int, Tensor] = {}  # by index of the part: this rank's encoded shard
-
-    def add_left(self) -> None:
-        """Add residuals to the gradient, as the bucket is about to travel unencoded.
-
-        Where the residual is zero, the gradient keeps its bits. Otherwise this waits until this rank's weight is known.
-        A rank with weight 0 keeps its residual for a later step.
-        """
-        for piece in self._pieces:
-            piece = self._observer.with_residual(piece, make=False)
-            residual = piece.residual
-            if residual is not None and residual.any():
-                self._weight.wait(self._observer.failure)
-                self._add_left(piece, residual, self._weight.factor)
-
-    def _add_left(self, piece: Piece, residual: Tensor, factor: float) -> None:
-        gradient = self._buffer[piece.first : piece.end]
-        if not factor or piece.idle or not is_finite(gradient):
-            return
-        before = gradient.float() if self._width < _WIDTH else None
-        gradient.add_(residual, alpha=1.0 / factor)  # the gradient is multiplied by the factor later
-        if before is None:
-            residual.zero_()
-        elif is_finite(gradient):  # subtract only what the gradient's precision could take
-            residual.sub_(gradient.float().sub_(before), alpha=factor)
-        else:
-            gradient.copy_(before)
 
     def scatter(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
         """Send a part's shards to their owners, and sum this rank's shard; an ``EncodedStart``."""
@@ -493,8 +463,6 @@ class GradientCompression(Uncompressed):
     Args:
         record: Takes what is measured.
         loss_scale: Returns the current factor of losses, which residuals also contain; ``None`` if it never changes.
-        layers: Decides how many layers are compressed; ``None`` for all.
-        failure: Returns the reason why nothing will come, if so.
         idle: Whether a parameter has got no gradient in this step on this rank; asked when its bucket is ready.
         may_drop: Whether mean gradients may be dropped without an optimizer step, as with two losses and optimizers.
             The residuals are then restored.
@@ -515,8 +483,6 @@ class GradientCompression(Uncompressed):
         *,
         record: Record,
         loss_scale: Callable[[], float | None] = lambda: None,
-        layers: AllLayers | None = None,
-        failure: Callable[[], BaseException | None] = lambda: None,
         idle: Callable[[nn.Parameter], bool] = lambda parameter: False,
         may_drop: bool = False,
         seen: Callable[[], None] = lambda: None,
@@ -524,8 +490,6 @@ class GradientCompression(Uncompressed):
         super().__init__()
         self._idle = idle
         self.seen = seen
-        self.layers = layers or self.layers
-        self.failure = failure
         self.residuals = residuals
         self._record = record
         self._loss_scale = loss_scale
@@ -535,8 +499,8 @@ class GradientCompression(Uncompressed):
         known = {name: codec for name, codec in codecs.items() if codec is not None}
         self._codecs = {id(parameters[name]): (name, c) for name, c in known.items() if isinstance(c, Compressor)}
         self._low_rank = {id(parameters[name]): (name, c) for name, c in known.items() if isinstance(c, PowerSGD)}
-        self.compressed = {name: AUTO if rules.auto else codec.spec for name, codec in known.items()}
-        self.ratio = 1.0 if rules.auto else rules.ratio(parameters)
+        self.compressed = {name: codec.spec for name, codec in known.items()}
+        self.ratio = rules.ratio(parameters)
         self.left_out = residuals.begin_fit({name: parameters[name] for name in self.compressed}, may_drop=may_drop)
 
     def work_on(self, copies: PayloadCopies) -> None:
@@ -544,13 +508,8 @@ class GradientCompression(Uncompressed):
         self.copies = copies
         self.residuals.live_on(copies.device)
 
-    def begin_step(self, *, as_ddp: bool = False) -> None:
-        """See ``Uncompressed``.
-
-        Args:
-            as_ddp: Whether the step is taken as DDP's: exact, if only some layers are compressed.
-        """
-        self.layers.begin_backward(exact=as_ddp)
+    def begin_step(self) -> None:
+        """See ``Uncompressed``."""
         if self._record.statistics.steps >= _SEEN_STEPS:
             self.seen()
             self.seen = lambda: None
@@ -558,28 +517,15 @@ class GradientCompression(Uncompressed):
 
     def encoded(self, bucket: GradientBucket, weight: StepWeight) -> CompressedBucket | None:
         """See ``Uncompressed``."""
-        buffer, layers = bucket.buffer, self.layers
-        compressed = layers.include(bucket.index, buffer.numel() * buffer.element_size())
         if not any(id(parameter) in self._codecs for parameter in bucket.parameters):
             return None
-        pieces = list(self._pieces(bucket.parameters))
-        encoded = CompressedBucket(buffer, pieces, self, weight, self.copies, layers.fold)
-        if compressed:
-            return encoded
-        encoded.add_left()
-        return None
+        return CompressedBucket(bucket.buffer, list(self._pieces(bucket.parameters)), self, weight, self.copies)
 
-    def with_residual(self, piece: Piece, *, make: bool = True) -> Piece:
-        """Return the piece of a whole parameter with its residual; called on the thread that sends it.
-
-        Args:
-            piece: Piece of the parameter.
-            make: Create a residual if there is none.
-        """
-        size = piece.end - piece.first
-        if piece.codec is None or not (make or self.residuals.knows(piece.name)):
+    def with_residual(self, piece: Piece) -> Piece:
+        """Return the piece of a whole parameter with its residual; called on the thread that sends it."""
+        if piece.codec is None:
             return piece
-        return replace(piece, residual=self.residuals.to_change(piece.name, size))
+        return replace(piece, residual=self.residuals.to_change(piece.name, piece.end - piece.first))
 
     def in_factors(self, bucket: GradientBucket, weight: StepWeight) -> LowRankBucket | None:
         """See ``Uncompressed``."""

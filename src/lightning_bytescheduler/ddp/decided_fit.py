@@ -272,7 +272,6 @@ class PointInForce(StepMode):
 
     Args:
         tuner: Decides; only on rank 0.
-        others_try: Returns whether something else is being tried, so that times of steps do not belong to the point.
     """
 
     may_wait = True
@@ -286,11 +285,9 @@ class PointInForce(StepMode):
         tuner: CreditTuner | None = None,
         on_change: Callable[[TuningPoint], None],
         device: torch.device,
-        others_try: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__()
-        self._others_try = others_try
         self._core = core
         self._values = values
         self._tuner = tuner
@@ -300,11 +297,6 @@ class PointInForce(StepMode):
         self._hideable: float | None = None
         self._step = 0
         self._put(point)
-
-    @property
-    def tries(self) -> bool:
-        """See :class:`StepMode`."""
-        return self._tuner is not None and not self._tuner.is_settled
 
     def before_forward(self, step: int) -> None:
         """See :class:`StepMode`.
@@ -332,8 +324,7 @@ class PointInForce(StepMode):
             self._put(point)
 
     def _step_took(self, step: int, seconds: float) -> None:
-        # Something else is tried in overlapped steps only.
-        if self._tuner is None or step < 1 or (self._others_try() and not self.ddp_mode):
+        if self._tuner is None or step < 1:
             return
         # Until all ranks know a decision, steps are still at the old point.
         as_decided = step >= self._since and self._tuner.current == self._point
@@ -439,7 +430,6 @@ class FitTuning:
             tuner=self._deciding,
             on_change=on_change,
             device=device,
-            others_try=lambda: not fit.codec.layers.is_settled,
         )
         return self._in_force, first_pace(mode, slow=bool(slow), as_ddp=first.is_plain_ddp)
 
@@ -622,11 +612,6 @@ class FitOptions:
     servers: ServerOptions = field(default_factory=ServerOptions)
     await_batch: Callable[[], None] = _wait_for_nothing
 
-    @property
-    def sure_rules(self) -> CompressionRules | None:
-        """The rules if it is certain that something is compressed; with ``"auto"`` it is not."""
-        return None if self.rules is None or self.rules.auto else self.rules
-
 
 def trained_in_buckets(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters by name, without those whose gradients are sparse."""
@@ -649,22 +634,22 @@ def open_wire(
         routed: Whether other code's collectives are ordered with gradients where the backend needs that.
         in_shards: Whether gradients are expected to be reduced in shards.
     """
-    device, timeout, sure = strategy.root_device, options.timeout, options.sure_rules
+    device, timeout, rules = strategy.root_device, options.timeout, options.rules
     served, path = options.servers.used, options.scheduler.timeline
     groups = SchedulerGroups.create(
         timeout=timeout,
         counts=options.counter is not None,
         routed_on=device if routed else None,
         sparse=bool(sparse_layers(module)),
-        by_host=travel_by_host(device, compressed=options.rules is not None, served=served),
+        by_host=travel_by_host(device, compressed=rules is not None, served=served),
     )
     agreed = agree_on_sizes(
         groups,
         options.scheduler,
         module.parameters(),
         device,
-        in_shards=in_shards or sure is not None,
-        ratio=1.0 if sure is None else sure.ratio(trained_in_buckets(module)),
+        in_shards=in_shards or rules is not None,
+        ratio=1.0 if rules is None else rules.ratio(trained_in_buckets(module)),
         architecture="ps" if served else "allreduce",
     )
     if options.own_buckets and (chosen := strategy._ddp_kwargs.get("bucket_cap_mb")) is not None:

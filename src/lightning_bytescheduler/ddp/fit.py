@@ -88,11 +88,6 @@ class StepMode:
     def __init__(self, ddp_mode: bool = False) -> None:
         self.ddp_mode = ddp_mode
 
-    @property
-    def tries(self) -> bool:
-        """Whether something is being tried, on the rank that decides."""
-        return False
-
     def before_forward(self, step: int) -> None:
         """Begin a forward pass of ``step``, on all ranks."""
 
@@ -367,8 +362,7 @@ class Fit:
         elif routing is not None:
             routing.go_in_order()
         self.step = self.make_step(number, as_ddp=as_ddp)
-        # If the plan cannot overlap, all steps are as DDP's and compressed.
-        self.codec.begin_step(as_ddp=as_ddp and self.overlapped)
+        self.codec.begin_step()
 
     # ------------------------------------------------------------------ called by steps
 
@@ -419,13 +413,9 @@ class Fit:
 
     def look(self) -> None:
         """Agree with the other ranks how steps are taken, if that is due; all ranks call this before the same step."""
-        step, layers = self.step, self.codec.layers
-        self.progress.waiting = self.mode.may_wait or layers.agrees
+        self.progress.waiting = self.mode.may_wait
         try:
-            self.mode.before_forward(step.number + 1)
-            counts = step.defers or not self.overlapped
-            # only one setting is tried at a time
-            layers.before_step(step.number + 1, counts=counts and not (layers.is_settled and self.mode.tries))
+            self.mode.before_forward(self.step.number + 1)
         finally:
             self.progress.waiting = False
 
@@ -605,7 +595,6 @@ class Fit:
         )
         if not failed:
             parts.append(self.codec.residuals.end_fit)
-        parts.append(self.codec.layers.close)
         if self.record.timeline is not None:
             parts.append(self.record.timeline.close)
         for part in parts:

@@ -133,9 +133,6 @@ class OverlapPlan:
             return ""
         counts = Counter(self.compressed.values())
         what = " and ".join(f"{count} tensors in {codec}" for codec, count in counts.most_common())
-        if set(counts) == {"auto"}:
-            where = "with error feedback, as many of the first layers' as it takes"
-            return f"{before}compressed {where}: up to {len(self.compressed)} tensors"
         return f"{before}compressed with error feedback: {what}, {self.compression_ratio:.3g} times fewer bytes"
 
     def __repr__(self) -> str:

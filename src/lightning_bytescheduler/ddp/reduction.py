@@ -44,7 +44,6 @@ from lightning_bytescheduler.collectives.operations import (
     shard_of,
 )
 from lightning_bytescheduler.collectives.route import AllReduce, EncodedStart, ReadyMark
-from lightning_bytescheduler.ddp.compression_rules import AllLayers
 from lightning_bytescheduler.ddp.fit_report import BEFORE_GATHERS, Record
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
@@ -164,13 +163,7 @@ class GradientBucket:
 
 
 class EncodedBucket(Protocol):
-    """The encoded form of a bucket in one step.
-
-    Attributes:
-        fold: How many times larger its parts are than others', see :class:`CommTask`.
-    """
-
-    fold: int
+    """The encoded form of a bucket in one step."""
 
     @property
     def scatter(self) -> EncodedStart:
@@ -257,7 +250,6 @@ class Reduction:
         phase: Phase,
         wire_bytes: float,
         priority: int | None = None,
-        fold: int = 1,
         cut_like: CommTask | None = None,
         on_end: OnEnd | None = None,
         joinable: bool = False,
@@ -272,7 +264,6 @@ class Reduction:
             phase: Phase of the step.
             wire_bytes: See :class:`CommTask`.
             priority: The bucket's if left out.
-            fold: See :class:`CommTask`.
             cut_like: See :meth:`ByteCore.enqueue`.
             on_end: See :class:`CommTask`; not for a joinable task on a GPU.
             joinable: Whether streams that wait for the result may use it, see :meth:`AllReduce.join`.
@@ -286,7 +277,6 @@ class Reduction:
             key=TaskKey(self._step, phase, bucket.index),
             wire_bytes=wire_bytes,
             on_end=on_end if streams is None else streams.forget,
-            fold=fold,
         )
         if streams is not None:
             streams.expect(task)
@@ -331,12 +321,12 @@ class Reduction:
                 gather.notify_ready()
 
         if encoded is None:
-            fold, to_owners = 1, self._averaging(bucket, buffer, reduce_scatter, ready)
+            to_owners = self._averaging(bucket, buffer, reduce_scatter, ready)
             to_all = self._launching(bucket, buffer, all_gather)
         else:
-            fold, to_owners = encoded.fold, partial(self.route.launch_encoded, encoded.scatter)
+            to_owners = partial(self.route.launch_encoded, encoded.scatter)
             to_all = partial(self.route.launch_encoded, encoded.gather)
-        enqueue = partial(self.enqueue, bucket, buffer.numel(), fold=fold, wire_bytes=share * buffer.element_size())
+        enqueue = partial(self.enqueue, bucket, buffer.numel(), wire_bytes=share * buffer.element_size())
         scatter = enqueue(to_owners, name=" scatter", phase=Phase.REDUCE, priority=scatter_priority, on_end=scattered)
         # Shards belong to parts, so both tasks must have the same parts.
         gather = enqueue(to_all, name=" gather", phase=Phase.GATHER, cut_like=scatter, on_end=on_end, joinable=True)
@@ -522,7 +512,6 @@ class Uncompressed:
     """Gradients that travel as they are; the base of codecs.
 
     Attributes:
-        layers: Decides how many layers are compressed.
         residuals: What encoding has left out.
     """
 
@@ -532,7 +521,6 @@ class Uncompressed:
     """How many times fewer bytes travel for all gradients together."""
 
     def __init__(self) -> None:
-        self.layers = AllLayers()
         self.residuals = Residuals()
 
     def in_factors(self, bucket: GradientBucket, weight: StepWeight) -> FactoredBucket | None:
@@ -543,5 +531,5 @@ class Uncompressed:
         """Return the encoded form of a bucket in a step with this rank's ``weight``; ``None`` if it travels exact."""
         return None
 
-    def begin_step(self, *, as_ddp: bool) -> None:
+    def begin_step(self) -> None:
         """Begin a step at the first bucket of a backward pass; nothing of the last one may be in flight."""

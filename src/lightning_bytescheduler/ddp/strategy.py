@@ -46,7 +46,7 @@ from lightning_bytescheduler.ddp.sample_weights import SampleCounter, Weighting
 from lightning_bytescheduler.ddp.sigterm import RequeueForAll, SigtermForAll, requeues
 from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.ddp.wire import ServerOptions
-from lightning_bytescheduler.exceptions import OptionError, RanksDivergedError, UnsupportedError
+from lightning_bytescheduler.exceptions import RanksDivergedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.rendezvous import Introduction
 from lightning_bytescheduler.lightning_api import (
@@ -114,8 +114,8 @@ class ByteSchedulerStrategy(RankStrategy):
             (whole buckets in order of arrival) and ``"p3"`` (slices of 50,000 parameters by first use, one at a time).
         compression: Codec of gradients, with error feedback, such as ``"int8"``; see the documentation's page on fewer
             bytes. Or a dict of patterns of parameter names and codecs, of which the first match counts: ``{"head.*":
-            None, "*": "int8"}``. The weights then differ from DDP's. ``"auto"`` compresses the first layers in
-            ``"int4"``, as many as needed until training hardly waits. Nothing is compressed when left out.
+            None, "*": "int8"}``. The weights then differ from DDP's. Nothing is compressed when left
+            out.
         compression_min_size: Gradients with fewer elements travel uncompressed; 1024 when left out.
         weighting: ``"ranks"``: the gradient is the mean of the ranks', as in DDP. ``"samples"``: each rank's gradient
             is weighted by its samples of the step, as if one process had all samples, and a rank that has run out of
@@ -202,9 +202,6 @@ class ByteSchedulerStrategy(RankStrategy):
         )
         _say_if_tiny(partition_size=self._options.partition_size, credit=self._options.credit)
         self._rules = CompressionRules.resolve(compression, compression_min_size)
-        if mode == "ddp" and self._rules is not None and self._rules.auto:
-            way_out = "Leave the mode out, or name a compressor, such as 'int8'."
-            raise OptionError("compression", compression, "for steps that may overlap, not with mode='ddp'", way_out)
         self._weighting = Weighting(weighting, batch_size)
         self._sharing = BatchSharing(self._weighting)
         self._loaders: list[object] = []  # loaders of training data that are used together
@@ -478,8 +475,6 @@ class ByteSchedulerStrategy(RankStrategy):
         if self._rules is None or self._failed or not dist.is_initialized():
             return None
         self.flush()
-        if self.fit is not None:
-            self.fit.codec.layers.disturb()
         with self._explained():
             return self._residuals.total(
                 partial(add_up_on_first, device=self.root_device),

@@ -17,12 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import some_of
-from lightning_bytescheduler.collectives.number_exchange import AgreedValues
 from lightning_bytescheduler.collectives.operations import shards_over
 from lightning_bytescheduler.ddp.batches import log_nothing, loss_of_nothing
 from lightning_bytescheduler.ddp.buffers import BufferBroadcast
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression, has_no_gradient
-from lightning_bytescheduler.ddp.compression_rules import CompressedLayers, CompressionRules, names_that_count
+from lightning_bytescheduler.ddp.compression_rules import CompressionRules, names_that_count
 from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
 from lightning_bytescheduler.ddp.decided_fit import (
     DecidedFit,
@@ -173,7 +172,6 @@ class TrainerFit(DecidedFit):
 
     def validate(self) -> None:
         """Record that a validation or similar code runs before the next training batch."""
-        self.codec.layers.disturb()
         if self._buffers is not None:
             self._buffers.look_closely()
 
@@ -237,22 +235,12 @@ def _codec(
     residuals: Residuals,
     wire: Wire,
 ) -> GradientCompression:
-    trained, record, layers = trained_in_buckets(module), wire.record, None
-    if rules.auto:
-        layers = CompressedLayers(
-            rules.ratio(trained),
-            AgreedValues(1, timeout=options.timeout, failure=wire.failure),
-            decides=dist.get_rank() == 0,
-            statistics=record.statistics,
-        )
     codec = GradientCompression(
         rules,
-        trained,
+        trained_in_buckets(module),
         residuals,
-        record=record,
+        record=wire.record,
         loss_scale=partial(loss_scale_of, strategy),
-        layers=layers,
-        failure=wire.failure,
         idle=has_no_gradient,
         may_drop=may_drop_gradients(module),
     )

@@ -144,7 +144,7 @@ class ByteCore:
             if self._closed:
                 raise SchedulerClosedError("Cannot enqueue a task, as the scheduler has been shut down.")
             task._attach(self)
-            partition_size = task.fold * self.partition_size
+            partition_size = self.partition_size
             if cut_like is not None and cut_like.sub_tasks:
                 partition_size = cut_like.sub_tasks[0].size
             try:

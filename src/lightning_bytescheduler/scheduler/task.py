@@ -93,7 +93,7 @@ class SubCommTask:
         self.encoded_bytes: int | None = None
         self.lane = 0
         self.passage: Any = None
-        self.charge = -(-size // parent.fold) if parent.takes_credit else 0
+        self.charge = size if parent.takes_credit else 0
         self._claimed = False  # chosen to be sent next, not launched yet
 
     @property
@@ -213,8 +213,6 @@ class CommTask:
         wire_bytes: Bytes that each rank sends per parameter of the tensor; for accounting.
         on_end: Called once, on the thread that ended the task, after it has finished or failed (``task.error``). An
             error in it fails the task and aborts the core.
-        fold: How many times larger its parts are than others', at the same credit each: for tasks that travel in fewer
-            bytes.
         takes_credit: Whether it waits for credit and takes some. A task without credit has one part and belongs to
             other code; it still has a place in the order, see ``MixedOrder`` in ``order.py``.
 
@@ -233,13 +231,11 @@ class CommTask:
         immediate: bool = False,
         wire_bytes: float = 0.0,
         on_end: Callable[[CommTask], None] | None = None,
-        fold: int = 1,
         takes_credit: bool = True,
     ) -> None:
         self.name = name
         self.takes_credit = takes_credit
         self.size = require_size("size", size)
-        self.fold = fold
         self.priority = priority
         self.key = key
         self.immediate = immediate

@@ -142,13 +142,12 @@ CODECS = {"int8": Codec(3.94, 0.83e-9), "int4": Codec(7.53, 1.14e-9)}
 """As ``python -m benchmarks codecs`` measured them on one core with AVX-512, rounded to nearest."""
 
 
-def compressed_link(link: LinkModel, codec: Codec, share: float = 1.0) -> LinkModel:
-    """A link on which gradients as they are take as long as on ``link`` with ``share`` of them compressed."""
+def compressed_link(link: LinkModel, codec: Codec) -> LinkModel:
+    """A link on which gradients as they are take as long as compressed ones on ``link``."""
     exact = link.seconds_per_byte
     if not exact:
         return link
-    smaller = max(exact / codec.ratio, codec.seconds_per_byte)
-    return replace(link, bandwidth=link.bandwidth * exact / ((1 - share) * exact + share * smaller))
+    return replace(link, bandwidth=link.bandwidth * exact / max(exact / codec.ratio, codec.seconds_per_byte))
 
 
 # ── Rates and times as texts ────────────────────────────────────────────────────────────────────────

@@ -32,7 +32,6 @@ BF16 = "ddp, bf16"
 BYTESCHEDULER = "bytescheduler"
 BEST = "bytescheduler, best sizes"
 SERVERS = "bytescheduler, servers"
-AUTO = "bytescheduler, auto"
 FIXED = {codec: f"bytescheduler, {codec}" for codec in CODECS}
 """Strategies that compress all gradients, and the format of each."""
 DILOCO = "diloco"
@@ -47,8 +46,6 @@ _EQUAL = 1.03  # steps that differ by less count as equal, given how exact a mod
 _DILOCO_OVERHEAD = 0.05  # of the computation, that exchanges may add to it
 _LONG_HOP_SECONDS = 1e-3
 _NAME_LENGTH = 40  # letters
-_HIDES = 1.05  # times the computation: ``"auto"`` compresses until a step is this short
-_PARTS = 20  # of the gradients, that it may compress
 _POINTS = 6  # on either side of the given bandwidth
 _DRAWN = {
     DDP_BEST: "#9aa7b2",
@@ -93,7 +90,6 @@ class Expectation:
         same_training: Whether the weights are those of ``ddp``.
         schedule: The simulated schedule, if there is a single one.
         inner_steps: Steps between two exchanges, for ``diloco``.
-        compressed_share: Share of the gradients' bytes that is compressed, if that is a choice.
     """
 
     strategy: str
@@ -101,7 +97,6 @@ class Expectation:
     same_training: bool = True
     schedule: Schedule | None = None
     inner_steps: int | None = None
-    compressed_share: float | None = None
 
     @property
     def bucket_bytes(self) -> int | None:
@@ -116,8 +111,6 @@ class Expectation:
         text = self.strategy
         if self.inner_steps is not None:
             text += f", every {self.inner_steps} steps" if self.inner_steps > 1 else ", every step"
-        if self.compressed_share is not None:
-            text += f" ({self.compressed_share:.0%})"
         return text if self.same_training else f"{text} *"
 
 
@@ -424,22 +417,12 @@ def _expectations(measured: MeasuredStep, given: LinkModel) -> Iterator[Expectat
 
 
 def _compressed(measured: MeasuredStep, link: LinkModel) -> Iterator[Expectation]:
-    """As much in int4 as hides the rest, and all gradients in one codec; the codecs' speeds are in ``CODECS``."""
-
-    def step_on(other: LinkModel) -> float:
-        return _scheduled(AUTO, measured, other).step_seconds
-
-    seconds, share = step_on(link), 0.0
-    for part in range(1, _PARTS + 1):
-        if seconds <= _HIDES * measured.profile.compute_seconds:
-            break
-        smaller = compressed_link(link, CODECS["int4"], part / _PARTS)
-        seconds, share = min((seconds, share), (step_on(smaller), part / _PARTS))
-    yield Expectation(strategy=AUTO, step_seconds=seconds, same_training=not share, compressed_share=share)
+    """All gradients in one codec; the codecs' speeds are in ``CODECS``."""
     for name, strategy in FIXED.items():
         # Gradients of two bytes shrink half as much as fp32 ones.
         codec = CODECS[name]._replace(ratio=CODECS[name].ratio * 0.5 / measured.compressed_share)
-        yield Expectation(strategy=strategy, step_seconds=step_on(compressed_link(link, codec)), same_training=False)
+        seconds = _scheduled(strategy, measured, compressed_link(link, codec)).step_seconds
+        yield Expectation(strategy=strategy, step_seconds=seconds, same_training=False)
 
 
 def _scheduled(
