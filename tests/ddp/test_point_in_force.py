@@ -135,18 +135,6 @@ def test_it_finds_what_is_faster_and_costs_little(tuner: CreditTuner) -> None:
     assert faster_with_more_credit(fit.point) <= 1.03 * 0.1
 
 
-def test_steps_in_which_something_else_is_tried_say_nothing(tuner: CreditTuner) -> None:
-    fit = SimulatedFit(tuner, faster_with_more_credit)
-    fit.in_force._others_try = lambda: fit.step <= 200
-    fit.run(200)
-    assert set(fit.points) == {START}
-    assert fit.in_force.tries
-    fit.run(2000)
-    assert tuner.is_settled
-    assert not fit.in_force.tries
-    assert faster_with_more_credit(fit.point) <= 1.03 * 0.1
-
-
 def test_the_first_steps_are_at_the_start(tuner: CreditTuner) -> None:
     fit = SimulatedFit(tuner, faster_with_more_credit).run(29)
     assert set(fit.points) == {START}

@@ -125,6 +125,7 @@ def make_strategy(options: Options) -> Any:
         bucket_cap_mb=0.0001,
         mode=options.get("mode", "overlapped"),
         cross_barrier=options.get("cross_barrier", True),
+        weighting=options.get("weighting", "ranks"),
         timeout=timeout,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,12 +13,12 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from tests.support.fit import SIZES, Outcome, Recipe, Run, train
 from tests.support.models import Tower
 
-__all__ = ["Case", "Stream", "Unequal", "alone", "batches_of", "fitted", "fitted_all"]
+__all__ = ["Case", "Unequal", "alone", "batches_of", "fitted", "fitted_all"]
 
 OPTIMIZERS: Any = {
     "SGD": partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -31,8 +31,7 @@ class Case:
     """What is trained.
 
     Attributes:
-        sizes: Of each rank's batches, one after the other; ranks may have unequally many.
-        stream: Whether nobody knows how many.
+        sizes: Of each rank's batches, one after the other.
         optimizer: A name.
         accumulate: Batches of a step.
         clip: Limit and algorithm, if any.
@@ -43,7 +42,6 @@ class Case:
     """
 
     sizes: Sequence[Sequence[int]]
-    stream: bool = False
     optimizer: str = "SGD"
     accumulate: int = 1
     clip: tuple[float, str] | None = None
@@ -66,16 +64,6 @@ def batches_of(case: Case, rank: int) -> list[tuple[Tensor, Tensor]]:
     return made
 
 
-class Stream(IterableDataset[Any]):
-    """Has no length."""
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-
 class Unequal(Tower):
     """Brings batches of its rank's sizes."""
 
@@ -91,7 +79,7 @@ class Unequal(Tower):
 
     def train_dataloader(self) -> DataLoader[Any]:
         batches: Any = batches_of(self.case, self.rank)
-        return DataLoader(Stream(batches) if self.case.stream else batches, batch_size=None)
+        return DataLoader(batches, batch_size=None)
 
     def configure_optimizers(self) -> Any:
         if not self.case.manual:

@@ -270,6 +270,6 @@ def refuse_join(**_: object) -> NoReturn:
     """
     raise UnsupportedError(
         "torch.distributed.algorithms.Join cannot stand in for a rank whose data is used up, as gradients travel by "
-        "the scheduler. Leave it out, and give the strategy weighting='samples': such a rank then takes part with "
-        "batches that count nothing until all are done. In Fabric, give all ranks as many batches."
+        "the scheduler. Leave it out, and give all ranks as many batches: pad or drop, or bound them with "
+        "Trainer(limit_train_batches=N)."
     )

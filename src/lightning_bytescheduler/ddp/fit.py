@@ -54,7 +54,6 @@ from lightning_bytescheduler.ddp.own_gradients import OwnGradients
 from lightning_bytescheduler.ddp.reads import ForwardPass, Reads
 from lightning_bytescheduler.ddp.reduction import Reduction, ShardedReduction, SparseGradients, Uncompressed
 from lightning_bytescheduler.ddp.sample_weights import (
-    NOTHING,
     NUMBERS,
     DeviceTime,
     RankWeights,
@@ -423,7 +422,7 @@ class Fit:
         """Begin a forward pass, before ``training_step``: observe the first use of parameters.
 
         Args:
-            batch: This rank's batch; ``NOTHING`` if it has none.
+            batch: This rank's batch.
             looks: Whether all ranks call this; if false, they call :meth:`look` elsewhere.
         """
         number = self.step.number + 1
@@ -434,9 +433,7 @@ class Fit:
         self.record.training_thread = threading.get_ident()
         self.progress.phase = f"in training_step, step {number}"
         self.own_gradients.begin_forward()
-        if batch is NOTHING:
-            self.step.finish()  # no forward pass will touch the pending parameters
-        self.reads.begin_forward(self.record.clock(), number, observes=self.overlapped and batch is not NOTHING)
+        self.reads.begin_forward(self.record.clock(), number, observes=self.overlapped)
 
     def end_forward(self) -> None:
         """End a forward pass, after ``training_step``: apply the updates that it did not touch."""

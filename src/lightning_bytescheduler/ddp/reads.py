@@ -382,7 +382,7 @@ class Reads:
     # ------------------------------------------------------------------ forward pass
 
     def begin_forward(self, start: float, step: int, *, observes: bool) -> None:
-        """Begin a forward pass of ``step``; ``observes`` unless nothing reads weights in it, or gates never close."""
+        """Begin a forward pass of ``step``; ``observes`` unless gates never close."""
         self.forward = ForwardPass(start)
         if observes:
             self._apart = step % _TOLD_APART_EVERY == 0

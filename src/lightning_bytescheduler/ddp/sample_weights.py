@@ -142,9 +142,6 @@ class DeviceTime:
 NUMBERS = 3
 """What a rank posts with a batch: its samples, then samples and nanoseconds of the previous batch, if known."""
 
-NOTHING = object()
-"""Stands for the batch of a rank that has none."""
-
 _WEIGHTINGS = ("ranks", "samples")
 _LENGTHS_SHOWN = 4
 _MOST = 1 << 40  # samples of a batch, so that sums fit in 64 bits
@@ -437,11 +434,6 @@ class SampleWeights(RankWeights):
         self._batch: tuple[int, PostedNumbers] | None = None
         self._step: list[tuple[int, PostedNumbers]] = []  # batches since the last pass that communicated
         self._in_backward = False
-        self._is_empty = False
-
-    def has_batch(self, has: bool) -> PostedNumbers:
-        """Post whether this rank has drawn a batch; the result has all ranks' answers."""
-        return self._exchange.post([int(has), *[0] * (NUMBERS - 1)])
 
     def begin_batch(self, batch: Any) -> None:
         """Begin the forward pass of ``batch``: post its number of samples, without waiting for the others'.
@@ -450,8 +442,7 @@ class SampleWeights(RankWeights):
             OptionError: If the number cannot be counted. Nothing is posted then.
         """
         size = None if self._sizes is None else self._sizes.size_of(self._position())
-        number = 0 if size == 0 or batch is NOTHING else self._counter.count(batch)
-        self._is_empty = batch is NOTHING
+        number = 0 if size == 0 else self._counter.count(batch)
         if self._device_time is not None:
             self._took = self._device_time.latest()
         posted = self._exchange.post([number, *self._took])
@@ -518,7 +509,7 @@ class SampleWeights(RankWeights):
         hooks = []
         if share != 1.0 and loss.requires_grad:
             hooks.append(loss.register_hook(lambda gradient: gradient * share))
-        if first and not number and not self._is_empty:  # zero times a mean over no sample is NaN
+        if first and not number:  # zero times a mean over no sample is NaN
             with torch._C.DisableTorchFunctionSubclass():  # opens no gate
                 hooks += [p.register_hook(torch.zeros_like) for p in self._parameters if p.requires_grad]
         self._in_backward = True

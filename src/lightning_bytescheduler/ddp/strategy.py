@@ -15,13 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.checks import require_bool
-from lightning_bytescheduler.ddp.batches import (
-    BatchSharing,
-    UnevenLoader,
-    gather_lengths,
-    loader_resumes,
-    stateful_or_not,
-)
+from lightning_bytescheduler.ddp.batches import BatchSharing, loader_resumes
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.ddp_arguments import (
     ELSEWHERE,
@@ -118,9 +112,8 @@ class ByteSchedulerStrategy(RankStrategy):
             out.
         compression_min_size: Gradients with fewer elements travel uncompressed; 1024 when left out.
         weighting: ``"ranks"``: the gradient is the mean of the ranks', as in DDP. ``"samples"``: each rank's gradient
-            is weighted by its samples of the step, as if one process had all samples, and a rank that has run out of
-            batches has weight 0. The samples of a batch are the length of its tensors, or the result of a function of
-            the batch that is given instead of the word.
+            is weighted by its samples of the step, as if one process had all samples. The samples of a batch are the
+            length of its tensors, or the result of a function of the batch that is given instead of the word.
         batch_size: ``"balanced"``: a batch of all ranks together has the loader's batch size times the ranks, and each
             rank's share follows its pace. ``{"balanced": most}`` limits the samples of a rank, with one number or a
             list with one for each rank. ``"global"``: the loader's batch size is that of all ranks together, and shares
@@ -205,7 +198,6 @@ class ByteSchedulerStrategy(RankStrategy):
         self._weighting = Weighting(weighting, batch_size)
         self._sharing = BatchSharing(self._weighting)
         self._loaders: list[object] = []  # loaders of training data that are used together
-        self._uneven: UnevenLoader | None = None  # training data, if ranks may have different numbers of batches
         self._servers = ServerOptions.resolve(servers, self._rules)
         self._log_metrics = log_metrics
         self._hooks: SchedulerHooks | None = None
@@ -323,13 +315,10 @@ class ByteSchedulerStrategy(RankStrategy):
         if module is None or module.trainer.state.stage != RunningStage.TRAINING:
             return dataloader
         self._loaders.append(dataloader)
-        several = self._board is not None
+        if self._weighting.batch_size is None:
+            return dataloader
         with self._explained():
-            if self._weighting.batch_size is None:
-                # slices handle this themselves
-                goes_on = self._weighting.by_samples and several and not hasattr(dataloader, "plan")
-                return self._go_on(dataloader, module) if goes_on else dataloader
-            fit = self._fit_of_data() if several else None
+            fit = self._fit_of_data() if self._board is not None else None
             made = self._sharing.share_out(
                 dataloader, module.trainer, fit, self._meet_with, several=len(self._loaders) > 1
             )
@@ -349,42 +338,6 @@ class ByteSchedulerStrategy(RankStrategy):
                 "trainer.estimated_stepping_batches in setup. Ask for that in configure_optimizers, or later."
             )
         return self.fit
-
-    def _go_on(self, dataloader: object, module: pl.LightningModule) -> object:
-        self._uneven = None  # of the previous epoch, if loaders are made anew
-        least, most, certain = gather_lengths(dataloader, self.root_device)
-        if certain and least == most:
-            return dataloader
-        if not module.automatic_optimization or self._ddp_kwargs.get("static_graph"):
-            if least != most:
-                raise UnsupportedError(
-                    f"weighting='samples': ranks have {least} to {most} batches, and {type(module).__name__} optimizes "
-                    "by hand or has static_graph=True: a rank without a batch cannot do what a step does there. Give "
-                    "all ranks as many batches, or use automatic optimization without static_graph."
-                )
-            return dataloader
-        self._uneven = stateful_or_not(dataloader)(
-            dataloader,
-            length=most,
-            trusted=certain,
-            fit=self._fit_of_data,
-            loaded=self._loaders,
-            progress=module.trainer.fit_loop.epoch_loop.batch_progress,
-        )
-        return self._uneven
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """See DDPStrategy. A batch begins here, possibly an empty one."""
-        if self._uneven is not None and self.lightning_module is not None and self.lightning_module.trainer.training:
-            self._uneven.begin_batch()
-        return super().batch_to_device(batch, device, dataloader_idx)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See DDPStrategy. A rank without a batch also takes part."""
-        if self._uneven is None or not self._uneven.is_empty or self.fit is None:
-            return super().training_step(*args, **kwargs)
-        with self._explained():
-            return self.fit.step_without_batch()
 
     def _meet_with(self, what: str, facts: Mapping[str, str]) -> None:
         self._meet(what, Introduction(rank=self.global_rank, facts=facts))
@@ -463,7 +416,7 @@ class ByteSchedulerStrategy(RankStrategy):
         if board is not None:
             board.close()
         self._position = None
-        self._loaders, self._uneven = [], None
+        self._loaders = []
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and self._hooks in callbacks_of(trainer):
             callbacks_of(trainer).remove(self._hooks)

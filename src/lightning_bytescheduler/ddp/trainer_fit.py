@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import some_of
 from lightning_bytescheduler.collectives.operations import shards_over
-from lightning_bytescheduler.ddp.batches import log_nothing, loss_of_nothing
 from lightning_bytescheduler.ddp.buffers import BufferBroadcast
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression, has_no_gradient
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules, names_that_count
@@ -36,7 +35,6 @@ from lightning_bytescheduler.ddp.decided_fit import (
 from lightning_bytescheduler.ddp.deferred_optimizer import deferring, loss_scale_of
 from lightning_bytescheduler.ddp.fit_report import codec_cost, summary_of
 from lightning_bytescheduler.ddp.residuals import Residuals
-from lightning_bytescheduler.ddp.sample_weights import NOTHING
 from lightning_bytescheduler.ddp.wire import Wire
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
@@ -194,14 +192,6 @@ class TrainerFit(DecidedFit):
         self.end_forward()
         if self._buffers is not None:
             self._buffers.after_forward()
-
-    def step_without_batch(self) -> torch.Tensor:
-        """Replace ``training_step`` on a rank that has no batch."""
-        model, module = self._strategy.model, self._strategy.lightning_module
-        with self.forward(NOTHING):
-            loss: torch.Tensor = loss_of_nothing(model, module, may_be_unused=model.find_unused_parameters)
-            log_nothing(module.trainer)
-        return loss
 
     def leaves_out(self) -> bool:
         """Whether to skip a backward pass, as the batch has no sample."""

@@ -107,7 +107,7 @@ class Watchdog:
 
 
 _EVEN = (
-    "ByteSchedulerStrategy(weighting='samples') trains on all of them. Or give each as many: leave "
+    "Give each as many: leave "
     "Trainer(use_distributed_sampler=True), use a sampler that pads or drops, such as DistributedSampler(dataset, "
     "drop_last=True), or SliceDataModule for data without a length, or bound all with Trainer(limit_train_batches=N)."
 )
