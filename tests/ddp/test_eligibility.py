@@ -9,8 +9,10 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam
 
 from lightning_bytescheduler.ddp import decided_fit
+from lightning_bytescheduler.ddp.ddp_arguments import check_module
 from lightning_bytescheduler.ddp.decided_fit import model_reasons, optimizer_reasons, unseen_parameters
 from lightning_bytescheduler.ddp.reads import AliasDetector
+from lightning_bytescheduler.exceptions import UnsupportedError
 
 
 def weights() -> list[nn.Parameter]:
@@ -56,8 +58,10 @@ def test_a_plain_model_has_no_reasons() -> None:
 
 @pytest.mark.parametrize("layer", [nn.Embedding(3, 2, sparse=True), nn.EmbeddingBag(3, 2, sparse=True)])
 def test_sparse_gradients(layer: nn.Module) -> None:
-    (reason,) = model_reasons(nn.Sequential(nn.Linear(2, 2), layer))
-    assert reason == "'1' has sparse gradients (sparse=False keeps the overlap)"
+    """They are refused with the way out, unless they are frozen."""
+    with pytest.raises(UnsupportedError, match=r"'1' has sparse gradients .*sparse=False.* or use strategy='ddp'"):
+        check_module(nn.Sequential(nn.Linear(2, 2), layer))
+    check_module(nn.Sequential(nn.Linear(2, 2), layer.requires_grad_(False)))
 
 
 def test_weights_tied_by_assignment_are_one_parameter() -> None:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from tests.parity.factors import Combination
 from tests.parity.gate_models import Checkpointed, Conditional, Normalised, PartlyFrozen
-from tests.support.models import Tokens, Tower, Trained
+from tests.support.models import Tower, Trained
 
 __all__ = ["CLIP", "ChangesBetas", "Unfreezes", "build"]
 
@@ -55,22 +55,6 @@ class SeveralOutputs(Tower):
         return {"loss": loss, "first": [self.first(batch[0]).detach()], "more": {"zero": loss.new_zeros(1)}}
 
 
-class Sparse(Tokens):
-    """Gradients of an embedding have entries for the tokens of the batch only."""
-
-    def __init__(self, *, width: int, depth: int, dropout: float, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.embedding = nn.Embedding(16, width, sparse=True)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-        self.last = nn.Linear(width, 3)
-
-    def predict(self, inputs: Tensor) -> Tensor:
-        hidden = self.embedding(inputs).mean(1)
-        for layer in self.layers:
-            hidden = hidden + torch.tanh(layer(hidden))
-        return self.last(hidden)
-
-
 class Traced(Tower):
     """A layer is TorchScript: traced, as code of scripted ones is shared and keeps the autocast type it met first."""
 
@@ -98,7 +82,6 @@ MODELS: Mapping[str, Callable[..., Trained]] = {
     "frozen": PartlyFrozen,
     "used-twice": UsedTwice,
     "several-outputs": SeveralOutputs,
-    "sparse": Sparse,
     "traced": Traced,
     "compiled": Compiled,
 }

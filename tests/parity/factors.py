@@ -75,7 +75,6 @@ FACTORS: Mapping[str, Mapping[str, str]] = {
         "frozen": "frozen layers",
         "used-twice": "a layer used twice",
         "several-outputs": "several outputs",
-        "sparse": "an embedding with `sparse=True`",
         "traced": "a scripted layer",
         "compiled": "a compiled layer",
     },
@@ -120,26 +119,19 @@ GRADIENTS_IN_HAND = ("second-pass", "other-memory", "looks-in-hooks")
 
 
 class Forbidden(NamedTuple):
-    """Values of two factors that DDP, Lightning or torch do not allow together; torch, up to some version."""
+    """Values of two factors that DDP, Lightning or torch do not allow together."""
 
     one: str
     these: tuple[str, ...]
     other: str
     those: tuple[str, ...]
     why: str
-    torch_below: tuple[int, int] | None = None
 
-
-_DENSE_ONLY = tuple(o for o in FACTORS["optimizer"] if o not in ("SGD-momentum", "Adagrad", "LBFGS", "own-step"))
-_BY_NORM = ("norm", "norm-unreached")
 
 FORBIDDEN = (
     Forbidden("optimizer", ("LBFGS",), "precision", ("fp16-scaler",), "Lightning: LBFGS cannot be scaled"),
     Forbidden("optimizer", ("LBFGS",), "groups", ("three-groups",), "LBFGS has one parameter group"),
     Forbidden("optimizer", ("AdamW-tensor-betas",), "schedule", ("one-cycle",), "torch: two numbers or two tensors"),
-    Forbidden("optimizer", _DENSE_ONLY, "model", ("sparse",), "the optimizer takes no sparse gradients"),
-    Forbidden("model", ("sparse",), "clipping", ("value",), "torch: sparse gradients are not clipped"),
-    Forbidden("model", ("sparse",), "clipping", _BY_NORM, "torch: sparse gradients have no norm", torch_below=(2, 14)),
     Forbidden("model", ("checkpoint-reentrant",), "ddp", ("find-unused",), "DDP: parameters would be ready twice"),
     Forbidden("model", ("conditional",), "ddp", ("static-graph",), "DDP: the graph is not static"),
     Forbidden("accumulation", ("2", "3"), "ddp", ("static-graph",), "DDP: torch fails when it does not reduce first"),

@@ -46,9 +46,6 @@ EFFECTS: Mapping[tuple[str, str], Effect] = {
     ("optimizer", "LBFGS"): Effect(Mode.SYNCHRONISED, "LBFGS", _OPTIMIZER, "one of the above"),
     ("optimizer", "own-step"): Effect(Mode.SYNCHRONISED, "SignDescent", _OPTIMIZER, "one of the above"),
     ("optimizer", "own-part"): Effect(Mode.SYNCHRONISED, "SignedMomentum", _OPTIMIZER, "one of the above"),
-    ("model", "sparse"): Effect(
-        Mode.SYNCHRONISED, "sparse", "sparse gradients cannot be cut into partitions", "`sparse=False`"
-    ),
     ("model", "traced"): Effect(
         Mode.PARTLY, "", "its parameters are read unseen, so they are stepped at the step", "`torch.compile`"
     ),

@@ -24,7 +24,6 @@ from lightning_bytescheduler.ddp import trainer_fit as trainer_module
 from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.ddp.gradient_transforms import ClipNorm, ClipValue, Unscale
 from lightning_bytescheduler.ddp.reads import AliasDetector, Reads
-from lightning_bytescheduler.ddp.reduction import SparseGradients
 from lightning_bytescheduler.ddp.steps import BucketUpdate, OverlappedStep, UpdateState
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -48,7 +47,6 @@ __all__ = [
     "nothing_lands_after_a_failure",
     "nothing_lands_at_the_end",
     "only_buckets_step",
-    "sparse_gradients_stay_here",
 ]
 
 
@@ -178,14 +176,6 @@ def everything_is_deferred(module: LightningModule) -> Iterator[None]:
         patch.object(steps_module, "wants_whole_steps", lambda *_: None),
         patch.object(decided_module, "wants_whole_steps", lambda *_: None),
     ):
-        yield
-
-
-@contextmanager
-def sparse_gradients_stay_here(module: LightningModule) -> Iterator[None]:
-    """Let each rank step with the sparse gradients that it has itself."""
-
-    with patch.object(SparseGradients, "reduce", lambda _, buffer, factor=None: _done(buffer)):
         yield
 
 

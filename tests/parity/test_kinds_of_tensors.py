@@ -18,8 +18,6 @@ from tests.parity.factors import Combination
 from tests.parity.matrix import check
 from tests.parity.observers import sums
 from tests.parity.test_parameter_servers import PS
-from tests.parity.test_synchronised import SparseTable
-from tests.support.cases import cases
 from tests.support.fit import SIZES, Recipe, Run
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
@@ -143,21 +141,19 @@ def test_kinds(two_ranks: RankPool, model: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [SIZES, PS], ids=["allreduce", "ps"])
 @pytest.mark.parametrize("bucket_views", [True, False])
-@pytest.mark.parametrize("model", [AllSorts, SparseTable], ids=["all sorts", "sparse"])
 def test_the_first_pass_of_a_static_graph_with_several_buckets(
-    two_ranks: RankPool, model: Any, bucket_views: bool, options: dict[str, Any]
+    two_ranks: RankPool, bucket_views: bool, options: dict[str, Any]
 ) -> None:
     """DDP hands all of them over at the end of this pass, each with index 0, and calls none of them the last."""
     ddp = {"static_graph": True, "gradient_as_bucket_view": bucket_views}
-    recipe = Recipe(model=partial(model, optimizer=partial(SGD, lr=0.02, momentum=0.9)), steps=STEPS, ddp=ddp)
+    recipe = Recipe(model=partial(AllSorts, optimizer=partial(SGD, lr=0.02, momentum=0.9)), steps=STEPS, ddp=ddp)
     expected, actual = train_on(two_ranks, recipe, DDP, Run(options=options, network="late"))
     assert_same(expected, actual)
     assert actual[0].statistics is not None
-    assert actual[0].statistics.overlapped_steps == (STEPS - 1 if bucket_views and model is AllSorts else 0)
+    assert actual[0].statistics.overlapped_steps == (STEPS - 1 if bucket_views else 0)
 
 
-@pytest.mark.parametrize("model", ["plain", "sparse"])
-def test_two_passes_in_the_first_forward_of_a_static_graph(two_ranks: RankPool, model: str, tmp_path: Path) -> None:
+def test_two_passes_in_the_first_forward_of_a_static_graph(two_ranks: RankPool, tmp_path: Path) -> None:
     two = Combination(
         optimizer="SGD-momentum",
         groups="one-group",
@@ -165,7 +161,7 @@ def test_two_passes_in_the_first_forward_of_a_static_graph(two_ranks: RankPool, 
         accumulation="1",
         clipping="unclipped",
         precision="32-true",
-        model=model,
+        model="plain",
         ddp="static-graph",
         weighting="ranks",
         architecture="allreduce",

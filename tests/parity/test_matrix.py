@@ -11,7 +11,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
 from torch import nn
@@ -122,9 +121,6 @@ def test_what_is_forbidden_fails_under_ddp(two_ranks: RankPool, ban: Any) -> Non
     generator = random.Random(0)
     pair = {ban.one: generator.choice(ban.these), ban.other: generator.choice(ban.those)}
     training = replace(recipe(replace(PLAIN, **pair), Scale()), steps=8)
-    if ban.torch_below and tuple(map(int, torch.__version__.split(".")[:2])) >= ban.torch_below:
-        checks.assert_same(*checks.train_on(two_ranks, training, checks.DDP, Run()))
-        return
     (outcomes,) = checks.train_on(two_ranks, training, Run(strategy="ddp", sabotage=error_expected))
     assert all(outcome.error for outcome in outcomes)
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
-from torch.optim import SGD
 
 from lightning_bytescheduler import ByteSchedulerStrategy
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup
@@ -20,21 +19,17 @@ from tests.support.models import MeanOfAll, Tower, sgd
 from tests.support.rank_pool import RankPool
 
 STEPS = 8
-SPARSE = 7
 
 
 class Talkative(Tower):
     """Calls whatever it can on DDP's group."""
 
-    def __init__(self, *, sparse: bool = False, **arguments: Any) -> None:
-        super().__init__(depth=3, dropout=0.0, optimizer=partial(SGD, lr=0.05) if sparse else sgd, **arguments)
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(depth=3, dropout=0.0, optimizer=sgd, **arguments)
         self.norms = nn.ModuleList(nn.BatchNorm1d(24) for _ in range(2))
-        self.table = nn.Embedding(SPARSE, 24, sparse=True) if sparse else None
 
     def predict(self, inputs: Tensor) -> Tensor:
         hidden = self.norms[0](self.first(inputs))
-        if self.table is not None:
-            hidden = hidden + self.table((inputs[:, 0].abs() * 10).long() % SPARSE)
         for layer in self.layers:
             hidden = hidden + torch.tanh(MeanOfAll.apply(layer(hidden)))
         return self.last(self.norms[1](hidden))
@@ -95,24 +90,19 @@ def _closes(trainer: Trainer, model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "trainer", "sparse"),
+    ("mode", "trainer"),
     [
-        pytest.param("overlapped", {}, False, marks=pytest.mark.slow),
-        pytest.param(
-            "overlapped",
-            {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
-            False,
-            marks=pytest.mark.slow,
-        ),
-        ("overlapped", {"accumulate_grad_batches": 2}, True),
-        ("ddp", {}, True),
-        pytest.param("auto", {}, False, marks=pytest.mark.slow),
+        ("overlapped", {}),
+        ("overlapped", {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}),
+        ("overlapped", {"accumulate_grad_batches": 2}),
+        ("ddp", {}),
+        pytest.param("auto", {}, marks=pytest.mark.slow),
     ],
 )
-def test_all_of_it_is_ddps(two_ranks: RankPool, mode: str, trainer: dict[str, Any], sparse: bool) -> None:
+def test_all_of_it_is_ddps(two_ranks: RankPool, mode: str, trainer: dict[str, Any]) -> None:
     in_order = mode == "overlapped"
     recipe = Recipe(
-        model=partial(Talkative, sparse=sparse),
+        model=Talkative,
         steps=STEPS,
         trainer={"limit_val_batches": 2, "val_check_interval": 5, **trainer},
         callbacks=(ReadsAlone, partial(SeesTheGroup, in_order)),
@@ -121,7 +111,7 @@ def test_all_of_it_is_ddps(two_ranks: RankPool, mode: str, trainer: dict[str, An
     routed = Run(options={**SIZES, "mode": mode}, routed=True, network="plain" if mode != "overlapped" else "late")
     expected, actual = train_on(two_ranks, recipe, DDP, routed)
     assert_same(expected, actual)
-    if in_order and not sparse:
+    if in_order:
         assert all(o.statistics is not None and o.statistics.deferred_updates for o in actual)
 
 

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer, SparseAdam
+from torch.optim import SGD, AdamW, Optimizer
 
 from tests.parity.checks import assert_same_as_ddp
-from tests.parity.sabotage import backward_waits_for_nothing, everything_is_deferred, sparse_gradients_stay_here
+from tests.parity.sabotage import backward_waits_for_nothing, everything_is_deferred
 from tests.support.fit import Recipe
-from tests.support.models import Tokens, Tower
+from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 
 adamw = partial(AdamW, lr=0.01)
@@ -83,28 +82,6 @@ class SharpnessAware(Optimizer):
         return loss
 
 
-class SparseTable(Tokens):
-    """A table of which a batch uses a few rows, so that its gradient is a sparse tensor."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.table = nn.Embedding(16, 12, sparse=True)
-        self.hidden = nn.Linear(12, 12)
-        self.last = nn.Linear(12, 3)
-
-    def predict(self, inputs: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.hidden(self.table(inputs).mean(1))))
-
-
-class SparseBag(SparseTable):
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.table = nn.EmbeddingBag(16, 12, sparse=True)  # type: ignore[assignment]
-
-    def predict(self, inputs: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.hidden(self.table(inputs))))
-
-
 class ByHand(Tower):
     """Manual optimization with one optimizer, which steps in every other batch and clips by value."""
 
@@ -122,26 +99,6 @@ class ByHand(Tower):
             optimizer.step()
             optimizer.zero_grad()
         self.notes.append([p.sum().item() for p in self.parameters()])
-
-
-class SparseByHand(SparseTable):
-    """Two optimizers, as the one for sparse gradients takes no others."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        dense = [*self.hidden.parameters(), *self.last.parameters()]
-        return SparseAdam(list(self.table.parameters()), lr=0.01), Adam(dense, lr=0.01)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        loss = F.mse_loss(self(batch[0]), batch[1])
-        self.losses.append(loss.item())
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -162,16 +119,7 @@ class SparseByHand(SparseTable):
             id="two-closures",
             marks=pytest.mark.slow,
         ),
-        pytest.param(partial(SparseTable, optimizer=sgd), "'table'", sparse_gradients_stay_here, id="sparse-SGD"),
-        pytest.param(
-            partial(SparseBag, optimizer=sgd),
-            "'table'",
-            sparse_gradients_stay_here,
-            id="sparse-bag",
-            marks=pytest.mark.slow,
-        ),
         pytest.param(partial(ByHand, optimizer=adamw), "manual", backward_waits_for_nothing, id="manual"),
-        pytest.param(SparseByHand, "manual", sparse_gradients_stay_here, id="manual-sparse", marks=pytest.mark.slow),
     ],
 )
 def test_synchronised(two_ranks: RankPool, model: Any, reason: str, broken: Any) -> None:

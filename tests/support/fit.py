@@ -10,20 +10,16 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from lightning_bytescheduler import ByteSchedulerStrategy, SchedulerStatistics
-from lightning_bytescheduler.collectives import groups as groups_module
 from lightning_bytescheduler.collectives import routing_group
 from lightning_bytescheduler.ddp import fit as fit_module
 from lightning_bytescheduler.ddp import wire
@@ -119,14 +115,6 @@ class Outcome:
     forced: int
 
 
-class _OneThreaded(dist.ProcessGroupGloo):
-    """As it is, but for one thread: see ``ddp/reduction.py``."""
-
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: object) -> None:
-        # Torch 2.14 also says whether ranks may be exchanged, which no test asks for.
-        super().__init__(store, rank, size, groups_module.one_threaded_options(timeout))
-
-
 def train(rank: int, recipe: Recipe, run: Run) -> Outcome:
     """Fit ``recipe`` once, on this rank of the pool."""
     show_stacks()
@@ -151,8 +139,6 @@ def train(rank: int, recipe: Recipe, run: Run) -> Outcome:
         seen = stack.enter_context(warnings.catch_warnings(record=True))
         stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))  # ignored after an interrupt
         warnings.simplefilter("always")
-        if run.strategy == "ddp":  # sparse gradients on gloo's two threads end the process, once in a thousand fits
-            stack.enter_context(patch.object(distributed_c10d, "ProcessGroupGloo", _OneThreaded))
         network = LateNetwork(rank, held=run.network == "held", patience=run.patience)
         if run.strategy != "ddp" and run.network != "plain":
             stack.enter_context(network)

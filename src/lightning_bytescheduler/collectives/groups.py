@@ -7,9 +7,8 @@ Every rank makes these groups in this order. *data* carries gradients on the def
 the core's launching lock uses it. *control* carries launch decisions on gloo; the holder of the launching lock uses it
 on rank 0, the follower thread on the others. With weights by samples there is *counts*, on gloo, used by the training
 thread only. On links with high latency there is a second lane for gradients, made when the link is known
-(:func:`create_overtaking`) and used like the data group. A model with sparse gradients has *sparse*, used by the
-training thread only. Only one thread at a time launches on a group, in the order of the core, so each group sees one
-order per rank.
+(:func:`create_overtaking`) and used like the data group. Only one thread at a time launches on a group, in the order of
+the core, so each group sees one order per rank.
 
 *Which network interface gloo uses.* Gloo listens at the address to which the machine's own name resolves. If that is a
 loopback address, as on Debian and Ubuntu, ranks on other machines cannot connect. On one network, the interface that
@@ -49,7 +48,6 @@ log = logging.getLogger(__name__)
 _CALLED_OFF_S = 0.1
 _CAN_CHANGE = hasattr(dist.ProcessGroup, "set_timeout")  # with effect on collectives: from torch 2.9 on
 _Timeout = TypeVar("_Timeout", bound="timedelta | None")
-_ONE_THREADED = "bytescheduler_gloo_of_one_thread"
 VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
@@ -73,8 +71,6 @@ class SchedulerGroups:
     Attributes:
         counts: Carries each rank's number of samples; gloo. ``None`` if samples are not counted.
         reports: Carries what each rank has submitted, if other code's collectives are ordered; gloo.
-        sparse: Carries sparse gradients, one at a time: see ``ddp/reduction.py``. ``None`` if there are none, or
-            they travel on the default group.
         by_host: Whether gradients travel from host memory wherever they live, see ``device_streams.py``; the data group
             is then gloo.
     """
@@ -85,7 +81,6 @@ class SchedulerGroups:
     world_size: int
     counts: dist.ProcessGroup | None = None
     reports: dist.ProcessGroup | None = None
-    sparse: dist.ProcessGroup | None = None
     by_host: bool = False
 
     @classmethod
@@ -95,7 +90,6 @@ class SchedulerGroups:
         timeout: timedelta | None,
         counts: bool = False,
         routed_on: torch.device | None = None,
-        sparse: bool = False,
         by_host: bool = False,
     ) -> SchedulerGroups:
         """Create the groups; every rank must call this at the same point.
@@ -105,7 +99,6 @@ class SchedulerGroups:
             counts: Whether samples are counted; the same on all ranks.
             routed_on: Where gradients live, if other code's collectives must be ordered with them there, see
                 ``routing_group.py``; the same on all ranks.
-            sparse: Whether some gradients are sparse; the same on all ranks.
             by_host: Whether gradients travel from host memory; the same on all ranks. Then nothing on a GPU needs to be
                 ordered with other collectives.
         """
@@ -119,7 +112,6 @@ class SchedulerGroups:
             control = _patient_group(timeout)
             counted = dist.new_group(timeout=timeout, backend="gloo") if counts else None
             reported = _patient_group(timeout) if routed else None
-            alone = _one_threaded(timeout) if sparse and not routed and dist.get_backend() == "gloo" else None
         return cls(
             data=data,
             control=control,
@@ -127,7 +119,6 @@ class SchedulerGroups:
             world_size=dist.get_world_size(),
             counts=counted,
             reports=reported,
-            sparse=alone,
             by_host=by_host,
         )
 
@@ -141,11 +132,7 @@ class SchedulerGroups:
         dist.broadcast(torch.zeros(1, dtype=torch.float32, device="cpu"), src=0, group=self.control)
 
     def destroy(self, *, data_idle: bool = True, control_idle: bool = True) -> None:
-        """Leave the data, control and sparse groups, without waiting; other groups are left by their users."""
-        if self.sparse is not None:
-            if not data_idle:
-                break_connections(self.sparse)  # others wait for it in a backward pass
-            leave(self.sparse, idle=data_idle)
+        """Leave the data and control groups, without waiting; other groups are left by their users."""
         leave(self.data, idle=data_idle)
         leave(self.control, idle=control_idle)
 
@@ -173,30 +160,6 @@ def _patient_group(timeout: timedelta | None) -> dist.ProcessGroup:
     group: dist.ProcessGroup = dist.new_group(timeout=to_connect(timeout, PATIENCE), backend="gloo")
     set_patience(group._get_backend(torch.device("cpu")), PATIENCE)
     return group
-
-
-def _one_threaded(timeout: timedelta | None) -> dist.ProcessGroup:
-    """Make a gloo group that runs one collective at a time; every rank calls this at the same point."""
-    if _ONE_THREADED not in dist.Backend.backend_list:
-        dist.Backend.register_backend(_ONE_THREADED, _gloo_of_one_thread, devices=["cpu", "cuda"])
-    group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=_ONE_THREADED)
-    return group
-
-
-def _gloo_of_one_thread(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    return dist.ProcessGroupGloo(store, rank, size, one_threaded_options(timeout))
-
-
-def one_threaded_options(timeout: timedelta) -> Any:
-    """Return options of a gloo group that runs one collective at a time, on torch's choice of interfaces."""
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._threads = 1
-    options._timeout = timeout
-    names = [name for name in os.environ.get(VARIABLE, "").split(",") if name]
-    options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in names] or [
-        dist.ProcessGroupGloo.create_default_device()
-    ]
-    return options
 
 
 def create_overtaking(device: torch.device, *, timeout: timedelta | None) -> dist.ProcessGroup:

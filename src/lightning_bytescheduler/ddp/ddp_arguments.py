@@ -213,7 +213,7 @@ def _ddp_parameters() -> Mapping[str, inspect.Parameter]:
 
 
 def check_module(module: nn.Module) -> None:
-    """Refuse models that are already sharded.
+    """Refuse models that are already sharded, or have sparse gradients.
 
     Raises:
         UnsupportedError: Names the module or parameter.
@@ -229,6 +229,13 @@ def check_module(module: nn.Module) -> None:
             f"{found}. strategy 'bytescheduler' replicates the model as DDP does; use strategy='fsdp', or Lightning's "
             "ModelParallelStrategy, for sharded models."
         )
+    for name, child in module.named_modules():
+        sparse = isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse  # DDP's rule
+        if sparse and child.weight.requires_grad:
+            raise UnsupportedError(
+                f"{name!r} has sparse gradients (sparse=True), which cannot be cut into partitions. Make it with "
+                "sparse=False, which trains alike but for optimizers such as SparseAdam, or use strategy='ddp'."
+            )
 
 
 def check_hooks(module: nn.Module) -> None:

@@ -57,7 +57,6 @@ from lightning_bytescheduler.ddp.fit import Fit, StepMode, TrainingStep
 from lightning_bytescheduler.ddp.fit_report import OverlapPlan, Record, milliseconds
 from lightning_bytescheduler.ddp.gates import can_be_gated
 from lightning_bytescheduler.ddp.reads import AliasDetector, SeenReads
-from lightning_bytescheduler.ddp.reduction import sparse_layers
 from lightning_bytescheduler.ddp.sample_weights import SampleCounter
 from lightning_bytescheduler.ddp.steps import MergedBuckets, OverlappedStep, PlainStep, ScheduledBuckets, merged_bytes
 from lightning_bytescheduler.ddp.wire import AgreedSizes, ServerOptions, Wire, agree_on_sizes
@@ -140,9 +139,6 @@ def model_reasons(model: nn.Module) -> list[str]:
             f"PyTorch {torch.__version__} does not show {' or '.join(hidden)} (a version that this package is tested "
             "with keeps the overlap)"
         )
-    sparse = sparse_layers(model)
-    if sparse:
-        reasons.append(f"{sparse[0]!r} has sparse gradients (sparse=False keeps the overlap)")
     shared = _sharing_memory(model)
     if shared:
         reasons.append(
@@ -613,10 +609,9 @@ class FitOptions:
     await_batch: Callable[[], None] = _wait_for_nothing
 
 
-def trained_in_buckets(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by name, without those whose gradients are sparse."""
-    sparse = {id(module.get_submodule(name).weight) for name in sparse_layers(module)}
-    return {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) not in sparse}
+def trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained parameters by name."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def open_wire(
@@ -640,7 +635,6 @@ def open_wire(
         timeout=timeout,
         counts=options.counter is not None,
         routed_on=device if routed else None,
-        sparse=bool(sparse_layers(module)),
         by_host=travel_by_host(device, compressed=rules is not None, served=served),
     )
     agreed = agree_on_sizes(
@@ -649,7 +643,7 @@ def open_wire(
         module.parameters(),
         device,
         in_shards=in_shards or rules is not None,
-        ratio=1.0 if rules is None else rules.ratio(trained_in_buckets(module)),
+        ratio=1.0 if rules is None else rules.ratio(trained(module)),
         architecture="ps" if served else "allreduce",
     )
     if options.own_buckets and (chosen := strategy._ddp_kwargs.get("bucket_cap_mb")) is not None:

@@ -52,7 +52,7 @@ from lightning_bytescheduler.ddp.entry_points import watch_entry_points
 from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
 from lightning_bytescheduler.ddp.reads import ForwardPass, Reads
-from lightning_bytescheduler.ddp.reduction import Reduction, ShardedReduction, SparseGradients, Uncompressed
+from lightning_bytescheduler.ddp.reduction import Reduction, ShardedReduction, Uncompressed
 from lightning_bytescheduler.ddp.sample_weights import (
     NUMBERS,
     DeviceTime,
@@ -227,7 +227,6 @@ class Fit:
         self.sharded = False
         self.weights = self._weights(counter, parameters)
         self.weight = self.weights.equal
-        self.sparse = SparseGradients(wire.groups.sparse)
         self.lock = threading.RLock()
         self.stream = TrainingStream(device)
         self.futures = BucketFutures(device)
@@ -340,9 +339,8 @@ class Fit:
         self.weights.gradient_exists()
         if bucket.is_last() or first_of_static:
             progress.offered = step.number
-        buffer = bucket.buffer()
         self.own_gradients.hand_over(bucket)
-        return step.reduce_sparse(bucket, buffer) if buffer.is_sparse else step.reduce(bucket, buffer)
+        return step.reduce(bucket, bucket.buffer())
 
     def _begin_step(self) -> None:
         if self.step.is_pending:
@@ -535,7 +533,6 @@ class Fit:
     def _fail_past_core(self, error: BaseException) -> None:
         """End with ``error`` a backward pass that waits for communication outside the scheduler's core."""
         self.step.fail(error)
-        self.sparse.call_off()
         if self.wire.route.routing is not None:
             self.wire.route.routing.call_off()
 
@@ -587,7 +584,7 @@ class Fit:
         self.wire.board.unwatch(self)
         parts = self.wire.closing(
             failed=failed,
-            idle=lambda: not (self.step.under_way or self.sparse.under_way),
+            idle=lambda: not self.step.under_way,
             exchanges=lambda: self.weights.close(STOP_S),
         )
         if not failed:
@@ -644,12 +641,6 @@ class TrainingStep:
             The future that DDP gets.
         """
         raise NotImplementedError
-
-    def reduce_sparse(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket of sparse gradients, which cannot be cut into partitions."""
-        weight = self.fit.weight
-        weight.wait(self.fit.own_failure)  # the backward pass is about to wait for the others anyway
-        return self.fit.sparse.reduce(buffer, weight.factor)
 
     def count_exposed(self) -> None:
         """Count the wait at the end of the backward pass, which has just ended."""

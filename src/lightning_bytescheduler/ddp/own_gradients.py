@@ -121,8 +121,7 @@ class OwnGradients:
         if not self._needed:
             return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            if not bucket.buffer().is_sparse:
-                self._put(cast("list[nn.Parameter]", bucket.parameters()), bucket.buffer())
+            self._put(cast("list[nn.Parameter]", bucket.parameters()), bucket.buffer())
             # DDP's callback comes after its last bucket and expects its own memory.
             if self._kept or self._copies:
                 Variable._execution_engine.queue_callback(self._give_back)

@@ -767,12 +767,6 @@ class PlainStep(TrainingStep):
             self._finish()
         return self.fit.futures.completed(bucket.index(), buffer)
 
-    def reduce_sparse(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """See :class:`TrainingStep`."""
-        if bucket.is_last() or self._each:
-            self._finish()
-        return super().reduce_sparse(bucket, buffer)
-
     def _finish(self) -> None:
         self.waits_from = self.waits_from or self.fit.record.clock()
         exposed = self._buckets.finish()

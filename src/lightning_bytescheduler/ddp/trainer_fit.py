@@ -30,7 +30,7 @@ from lightning_bytescheduler.ddp.decided_fit import (
     open_wire,
     optimizer_reasons,
     precision_reasons,
-    trained_in_buckets,
+    trained,
 )
 from lightning_bytescheduler.ddp.deferred_optimizer import deferring, loss_scale_of
 from lightning_bytescheduler.ddp.fit_report import codec_cost, summary_of
@@ -227,7 +227,7 @@ def _codec(
 ) -> GradientCompression:
     codec = GradientCompression(
         rules,
-        trained_in_buckets(module),
+        trained(module),
         residuals,
         record=wire.record,
         loss_scale=partial(loss_scale_of, strategy),
