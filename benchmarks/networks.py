@@ -64,8 +64,7 @@ def _account(trainer: L.Trainer) -> dict[str, float]:
     known = getattr(trainer.strategy, "statistics", None)
     if known is not None:
         seconds = {"gates": known.gate_wait_s, "exposed": known.exposed_s, "communication": known.communication_s}
-        sent = {"gradient bytes": known.bytes_uncompressed, "gradient bytes compressed": known.bytes_compressed}
-        found |= {"deferred steps": known.deferred_step_s, **seconds, **sent}
+        found |= {"deferred steps": known.deferred_step_s, **seconds, "gradient bytes": known.bytes_uncompressed}
     return found
 
 
@@ -173,8 +172,6 @@ def records_of(setting: Job, found: dict[str, list[list[Job]]], asked: Configura
             "processor [ms]": 1e3 * last["processor"],
             "sent [MB]": last["sent"] / 1e6,
         }
-        if last.get("gradient bytes compressed"):
-            values["compressed [%]"] = 100 * last["gradient bytes compressed"] / last["gradient bytes"]
         ratios = {}
         if bound is not None and not name.endswith("on the wire"):  # fewer bytes
             ratios["/ bound"] = seconds / bound

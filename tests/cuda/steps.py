@@ -29,7 +29,6 @@ from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.fit import Fit, StepMode, TrainingStep
 from lightning_bytescheduler.ddp.fit_report import Record, SchedulerStatistics
-from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.steps import MergedBuckets, OverlappedStep, PlainStep, ScheduledBuckets
 from lightning_bytescheduler.scheduler.core import ByteCore
 from tests.support.late_copies import LateCopies
@@ -163,7 +162,7 @@ class Scheduled:
         if rules is None:
             return None
         named = {str(position): parameter for position, parameter in enumerate(parameters)}
-        return GradientCompression(rules, named, Residuals(), record=self.record)
+        return GradientCompression(rules, named, record=self.record)
 
     def _ordered(self, device: torch.device) -> RoutingGroup | None:
         if self.groups.reports is None or dist.group.WORLD is None:

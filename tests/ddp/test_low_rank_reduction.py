@@ -22,7 +22,6 @@ from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.reduction import GradientBucket, Reduction
-from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.core import ByteCore
 from tests.support.rank_pool import RankPool, join_default_group, let_go
@@ -68,10 +67,10 @@ def reduce_steps(
     join_default_group(rank, world_size=ranks)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT))
     parameters = {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in _SHAPES.items()}
-    residuals = Residuals()
     rules = CompressionRules.resolve(_CODECS, 100)
     assert rules is not None
-    known = GradientCompression(rules, parameters, residuals, record=Record())
+    known = GradientCompression(rules, parameters, record=Record())
+    residuals = known.residuals
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT))
 
     def failed(error: BaseException) -> BaseException:
@@ -217,10 +216,11 @@ def test_what_is_not_finite_reaches_all_and_leaves_no_trace(results: list[dict[s
 
 def test_a_step_that_is_left_out_takes_nothing_that_was_left_of_a_matrix() -> None:
     """It is found to have overflowed somewhere when the next one begins, under half the loss scale."""
-    weight, residuals, scale = nn.Parameter(torch.zeros(40, 50)), Residuals(), 8.0
+    weight, scale = nn.Parameter(torch.zeros(40, 50)), 8.0
     rules = CompressionRules.resolve("powersgd:1", 0)
     assert rules is not None
-    known = GradientCompression(rules, {"weight": weight}, residuals, record=Record(), loss_scale=lambda: scale)
+    known = GradientCompression(rules, {"weight": weight}, record=Record(), loss_scale=lambda: scale)
+    residuals = known.residuals
     known.begin_step()
     residuals.of("weight", 2000).fill_(3.0)
     assert known.in_factors(GradientBucket(0, [weight], torch.zeros(2000), 0), StepWeight(1)) is not None

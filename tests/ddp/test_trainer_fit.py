@@ -12,7 +12,6 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_bytescheduler.ddp import decided_fit
 from lightning_bytescheduler.ddp.decided_fit import FitOptions, FitTuning
-from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.ddp.wire import AgreedSizes
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
@@ -53,7 +52,7 @@ def test_sizes_are_for_shards_where_a_norm_is_needed(
     )
     board: Any = SimpleNamespace(rank=0)
     with pytest.raises(_Asked) as raised:
-        TrainerFit.begin(strategy, _options(own_buckets=False), board, Residuals())
+        TrainerFit.begin(strategy, _options(own_buckets=False), board)
     expected = {"in_shards": in_shards, "ratio": 1.0, "architecture": "allreduce"}
     assert raised.value.args[0] == expected
 
@@ -76,6 +75,6 @@ def test_buckets_that_were_chosen_are_those_that_count(monkeypatch: pytest.Monke
     )
     board: Any = SimpleNamespace(rank=0)
     with pytest.raises(_Asked) as raised:
-        TrainerFit.begin(strategy, _options(own_buckets=True), board, Residuals())
+        TrainerFit.begin(strategy, _options(own_buckets=True), board)
     assert raised.value.args[0].bucket_bytes == 2 * 2**20
     assert strategy._ddp_kwargs == {"bucket_cap_mb": 2}

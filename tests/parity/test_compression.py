@@ -14,7 +14,6 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import AdamW
 
-from lightning_bytescheduler.ddp import trainer_fit
 from lightning_bytescheduler.exceptions import OptionError, RanksDifferError
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.parity.test_checkpoints import SaveAt
@@ -135,36 +134,12 @@ def test_a_training_goes_on_from_its_checkpoint(two_ranks: RankPool, tmp_path: P
     assert_same(unsaved, saved)
 
     path = tmp_path / "ByteSchedulerStrategy.ckpt"
-    checkpoint = torch.load(path, weights_only=True)
-    state = checkpoint["lightning_bytescheduler.compression"]
-    assert state["residuals"].keys() == {name for name, p in Tower().named_parameters() if p.numel() >= 40}
-    assert all(tensor.abs().max() > 0 for tensor in state["residuals"].values())
-    for tensor in state["residuals"].values():
-        tensor.mul_(1e3)
-    torch.save(checkpoint, tmp_path / "changed.ckpt")
-
+    assert not [key for key in torch.load(path, weights_only=True) if "bytescheduler" in key]
     resumed = Recipe(model=model, steps=20, resume=str(path))
     ours, ddp = train_on(two_ranks, resumed, Run(options=INT8), DDP)
-    (changed,) = train_on(
-        two_ranks, Recipe(model=model, steps=20, resume=str(tmp_path / "changed.ckpt")), Run(options=INT8)
-    )
     assert len(ours[0].losses) == len(ddp[0].losses) == 5
     assert same_weights(ours[0], ours[1])
-    off, far = (max_difference(ddp[0], one[0]) for one in (ours, changed))
-    assert off < 0.01 < far, "what was left to be sent was not sent"
-
-
-def save_to(path: str, trainer: Trainer, model: Any) -> None:
-    trainer.save_checkpoint(path)
-
-
-def test_a_checkpoint_after_the_fit_has_what_was_left(two_ranks: RankPool, tmp_path: Path) -> None:
-    path = tmp_path / "after.ckpt"
-    model = partial(Tower, optimizer=adamw)
-    train_on(two_ranks, Recipe(model=model, steps=4, after=partial(save_to, str(path))), Run(options=INT8))
-    state = torch.load(path, weights_only=True)["lightning_bytescheduler.compression"]
-    assert state["residuals"].keys() == {name for name, p in Tower().named_parameters() if p.numel() >= 40}
-    assert all(tensor.abs().max() > 0 for tensor in state["residuals"].values())
+    assert max_difference(ddp[0], ours[0]) < 0.01
 
 
 def differ(rank: int) -> str:
@@ -225,9 +200,16 @@ def slope_of(step: int, rank: int) -> torch.Tensor:
     return torch.randn(60, 40, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
+class KeepsResiduals(Callback):
+    """Keeps what a fit drops at its end, for what looks at it afterwards."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        fit = getattr(trainer.strategy, "fit", None)
+        pl_module.residuals = None if fit is None else fit.codec.residuals
+
+
 def residuals_of(trainer: Trainer, model: Any) -> None:
-    strategy: Any = trainer.strategy
-    kept = strategy._residuals
+    kept = model.residuals
     left = {name: kept.of(name, 2400).view(60, 40) / kept._scale for name in ("always", "rarely")}
     model.notes.append(left)
 
@@ -242,7 +224,9 @@ def test_what_is_left_waits_for_a_step_that_applies_it(two_ranks: RankPool, code
     model = partial(Sometimes, optimizer=plain)
     recipe = Recipe(model=model, steps=8, ddp={"find_unused_parameters": True}, plugins=plugins)
     options = {**SIZES, "compression": {"always": codec, "rarely": codec}, "mode": "overlapped"}
-    (ours,) = train_on(two_ranks, replace(recipe, after=residuals_of), Run(options=options))
+    (ours,) = train_on(
+        two_ranks, replace(recipe, after=residuals_of, callbacks=(KeepsResiduals,)), Run(options=options)
+    )
     (ddp,) = train_on(two_ranks, recipe, DDP)
     for name, every in (("always", 1), ("rarely", 3)):
         gradients: Any = sum(slope_of(step, rank) / 2 for step in range(0, 8, every) for rank in range(2))
@@ -407,7 +391,7 @@ def test_gradients_that_hooks_drop_leave_nothing_to_be_sent(
     two_ranks: RankPool, codec: str, model: Any, callbacks: Any
 ) -> None:
     eight = {"max_epochs": 1, "limit_train_batches": 8}
-    recipe = Recipe(model=model, steps=-1, trainer=eight, callbacks=callbacks, after=what_is_left)
+    recipe = Recipe(model=model, steps=-1, trainer=eight, callbacks=(KeepsResiduals, *callbacks), after=what_is_left)
     (ours,) = train_on(two_ranks, recipe, Run(options={**SIZES, "compression": {"always": codec}}))
     gradients = sum(slope_of(step, rank) / 2 for step in range(8) for rank in range(2) if step not in Skips.skips)
     left = ours[0].notes[-1] + ours[1].notes[-1]
@@ -416,8 +400,7 @@ def test_gradients_that_hooks_drop_leave_nothing_to_be_sent(
 
 
 def what_is_left(trainer: Trainer, model: Any) -> None:
-    strategy: Any = trainer.strategy
-    model.notes.append(strategy._residuals.of("always", 2400).view(60, 40).clone())
+    model.notes.append(model.residuals.of("always", 2400).view(60, 40).clone())
 
 
 @pytest.mark.parametrize(
@@ -434,7 +417,14 @@ def what_is_left(trainer: Trainer, model: Any) -> None:
 )
 def test_gradients_that_are_dropped_leave_nothing_to_be_sent(two_ranks: RankPool, codec: str, model: Any) -> None:
     eight = {"max_epochs": 1, "limit_train_batches": 8}
-    recipe = Recipe(model=model, steps=-1, trainer=eight, ddp={"find_unused_parameters": True}, after=what_is_left)
+    recipe = Recipe(
+        model=model,
+        steps=-1,
+        trainer=eight,
+        ddp={"find_unused_parameters": True},
+        callbacks=(KeepsResiduals,),
+        after=what_is_left,
+    )
     options = {**SIZES, "compression": {"always": codec}}
     (ours,) = train_on(two_ranks, recipe, Run(options=options))
     gradients = sum(slope_of(step, rank) / 2 for step in range(8) for rank in range(2))
@@ -447,91 +437,23 @@ class SweepsAndGoesBack(Callback):
     """As LearningRateFinder, in the middle of a fit."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = str(folder / "before.ckpt")
+        self.folder = folder
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         strategy: Any = trainer.strategy
         if trainer.global_step == 4:
-            assert len(strategy._residuals)
-            strategy.load_compression_state(None)  # of a checkpoint before the first step
-            assert not len(strategy._residuals)
+            strategy.flush()
+            residuals, path = strategy.fit.codec.residuals, self.folder / f"{trainer.global_rank}.ckpt"
+            assert residuals.of("first.weight", pl_module.first.weight.numel()).any()
+            torch.save({}, path)
+            strategy.load_checkpoint(path)
+            assert not residuals.of("first.weight", pl_module.first.weight.numel()).any()
 
 
-def test_a_checkpoint_without_anything_left_leaves_nothing(two_ranks: RankPool, tmp_path: Path) -> None:
+def test_nothing_that_was_left_goes_with_loaded_weights(two_ranks: RankPool, tmp_path: Path) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=8, callbacks=(partial(SweepsAndGoesBack, tmp_path),))
     (ours,) = train_on(two_ranks, recipe, Run(options=INT8))
     assert same_weights(ours[0], ours[1])
-
-
-def load_anew(rank: int, saved: str, options: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Returns what was said of it, and of what the next checkpoint has something left."""
-    said: list[str] = []
-    with patch.object(trainer_fit, "rank_zero_info", said.append):
-        recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=17, resume=saved, after=left_names)
-        outcome = train(rank, recipe, Run(options=options))
-    return [line for line in said if "left to be sent" in line], outcome.notes[-1]
-
-
-def left_names(trainer: Trainer, model: Any) -> None:
-    strategy: Any = trainer.strategy
-    state = strategy.compression_state()
-    model.notes.append([] if state is None else sorted(state["residuals"]))
-
-
-@pytest.mark.slow
-def test_what_was_left_of_what_is_not_compressed_any_more_is_left_out_and_said(
-    two_ranks: RankPool, tmp_path: Path
-) -> None:
-    saving = Recipe(model=partial(Tower, optimizer=adamw), steps=20, callbacks=(partial(SaveAt, 15, tmp_path),))
-    train_on(two_ranks, saving, Run(options=INT8))
-    options = {**INT8, "compression": {"layers.*": "int8"}}
-    path = str(tmp_path / "ByteSchedulerStrategy.ckpt")
-    (said, left), _ = two_ranks.run(load_anew, saved=path, options=options)
-    assert "of 2 parameters" in said[0]
-    assert "'first.weight'" in said[0]
-    assert left
-    assert all(name.startswith("layers.") for name in left)
-
-
-@pytest.mark.slow
-def test_one_rank_alone_leaves_out_what_was_left_and_saves_none_of_it(two_ranks: RankPool, tmp_path: Path) -> None:
-    saving = Recipe(model=partial(Tower, optimizer=adamw), steps=20, callbacks=(partial(SaveAt, 15, tmp_path),))
-    train_on(two_ranks, saving, Run(options=INT8))
-    with RankPool(1) as alone:
-        ((_, left),) = alone.run(load_anew, saved=str(tmp_path / "ByteSchedulerStrategy.ckpt"), options=INT8)
-    assert left == []
-
-
-class EndsWithOthersGradient(TwoLosses):
-    """Whose last backward pass gives the first optimizer's tensor a gradient that nobody steps with."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        _, second = self.step_first(batch_idx)
-        what_is_left(self.trainer, self)
-        second.zero_grad()
-        loss: Any = Tower.training_step(self, batch, batch_idx)
-        self.manual_backward(loss + self.always.sum())
-        second.step()
-        what_is_left(self.trainer, self)
-
-
-def test_a_checkpoint_after_the_fit_has_nothing_of_a_gradient_that_was_not_applied(
-    two_ranks: RankPool, tmp_path: Path
-) -> None:
-    path = tmp_path / "after.ckpt"
-    four = {"max_epochs": 1, "limit_train_batches": 4}
-    recipe = Recipe(
-        model=EndsWithOthersGradient,
-        steps=-1,
-        trainer=four,
-        ddp={"find_unused_parameters": True},
-        after=partial(save_to, str(path)),
-    )
-    (ours,) = train_on(two_ranks, recipe, Run(options={**SIZES, "compression": {"always": "topk:0.05"}}))
-    before, after = (ours[0].notes[at] + ours[1].notes[at] for at in (-2, -1))
-    saved = torch.load(path, weights_only=True)["lightning_bytescheduler.compression"]["residuals"]["always"]
-    assert not torch.equal(before, after)
-    torch.testing.assert_close(saved.view(60, 40), before)
 
 
 class Placeholder(Tower):

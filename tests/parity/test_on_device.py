@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from torch import Tensor
 from torch.optim import AdamW
 
@@ -20,7 +18,6 @@ from lightning_bytescheduler.collectives.device_streams import PayloadCopies
 from lightning_bytescheduler.collectives.route import AllReduce
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression, LowRankBucket
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
-from tests.parity.test_checkpoints import SaveAt
 from tests.parity.test_compression import INT8, Overflows, max_difference, same_weights, scaled
 from tests.parity.test_kinds_of_tensors import Complex
 from tests.support.fit import Outcome, Recipe, Run, train
@@ -132,19 +129,6 @@ def test_what_is_drawn_there_trains_as_well(two_ranks: RankPool) -> None:
 @pytest.mark.slow
 def test_an_overflow_is_seen_and_what_was_left_is_taken_back(two_ranks: RankPool) -> None:
     straight, there = both(two_ranks, Recipe(model=Overflows, steps=9, plugins=(scaled,)), Run(options=INT8))
-    assert_same(straight, there)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("codec", ["int8", "powersgd:1"])
-def test_a_training_goes_on_from_its_checkpoint_here_or_there(two_ranks: RankPool, tmp_path: Path, codec: str) -> None:
-    run = Run(options={**INT8, "compression": codec})
-    saving = Recipe(model=model, steps=4, callbacks=(partial(SaveAt, 4, tmp_path),))
-    both(two_ranks, saving, run)
-    path = tmp_path / "ByteSchedulerStrategy.ckpt"
-    state = torch.load(path, weights_only=True)["lightning_bytescheduler.compression"]
-    assert all(tensor.device.type == "cpu" and tensor.abs().max() > 0 for tensor in state["residuals"].values())
-    straight, there = both(two_ranks, Recipe(model=model, steps=7, resume=str(path)), run)
     assert_same(straight, there)
 
 

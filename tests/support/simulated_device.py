@@ -21,7 +21,6 @@ from lightning_bytescheduler.compression import dense
 from lightning_bytescheduler.ddp import wire
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.reduction import GradientBucket, Reduction, ShardedReduction
-from lightning_bytescheduler.ddp.residuals import Residuals
 from tests.support.late_copies import LateCopies, by_host
 
 __all__ = ["DEVICE", "LatePayloads", "OnDevice", "on_device", "simulated"]
@@ -156,8 +155,7 @@ def on_device() -> Iterator[None]:
         for kind in (Reduction, ShardedReduction):
             stack.enter_context(patch.object(kind, "reduce", _from_device(kind.reduce)))
         stack.enter_context(patch.object(dense, "generator_on", generator_on))
-        for of, name in ((Residuals, "load"), (Residuals, "live_on"), (GradientCompression, "in_factors")):
-            stack.enter_context(patch.object(of, name, _there(getattr(of, name))))
+        stack.enter_context(patch.object(GradientCompression, "in_factors", _there(GradientCompression.in_factors)))
         yield
 
 

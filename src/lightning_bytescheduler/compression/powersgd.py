@@ -117,15 +117,15 @@ class Matrix:
         else:  # then on all ranks, as the sum is the same
             right.fill_(torch.nan)
 
-    def end_with(self, buffer: Tensor, ranks: int, left: Tensor, right: Tensor) -> float:
-        """Write P Q^T to the buffer, and keep the residual; returns its squared norm."""
+    def end_with(self, buffer: Tensor, ranks: int, left: Tensor, right: Tensor) -> None:
+        """Write P Q^T to the buffer, and keep the residual."""
         gradient = self._gradient(buffer)
         # an overflowed gradient is lost; the residual is restored except for rounding, and Q is kept
         if not is_finite(right):
             if self._added:
                 self._kept.sub_(gradient, alpha=self._added)
             gradient.fill_(torch.nan)
-            return 0.0
+            return
         rows, columns = self._factor(left).t(), self._factor(right)
         if bool(columns.any()):  # otherwise no rank has a gradient, and the next step begins with the old Q
             self.right.copy_(columns.t())
@@ -136,7 +136,6 @@ class Matrix:
             gradient.copy_(product)
         if self.later is not None:
             self.later.add_(self.residual)
-        return float(torch.dot(self.residual, self.residual))
 
     @property
     def _kept(self) -> Tensor:

@@ -112,14 +112,13 @@ class Piece:
         size = self.end - self.first
         return size * width if self.codec is None else self.codec.payload_bytes(size)
 
-    def encode(self, values: Tensor, *, seed: int, worker: int, squares: list[float]) -> Tensor:
+    def encode(self, values: Tensor, *, seed: int, worker: int) -> Tensor:
         """Return the body of the piece, and keep what it leaves out.
 
         Args:
             values: Its values; in fp32 if it has a codec.
             seed: Random seed, the same on all ranks for this part of a step.
             worker: Number that gives each rank other random numbers.
-            squares: Receives the squared norm of the residual.
         """
         codec, residual = self.codec, self.residual
         if codec is None:
@@ -130,7 +129,6 @@ class Piece:
         body = codec.compress_with(left, values, seed=seed + self.first, worker=worker)
         if self.idle:
             residual.add_(left)
-        squares.append(float(torch.dot(residual, residual)))
         return body
 
 
@@ -166,12 +164,12 @@ class CompressedBucket:
     def scatter(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
         """Send a part's shards to their owners, and sum this rank's shard; an ``EncodedStart``."""
         rank, seed = group.rank(), _seed(sub_task)
-        with self._observer.working("encode", sub_task) as squares, self._copies.working():
+        with self._observer.working("encode", sub_task), self._copies.working():
             self._take_residuals(sub_task)
             shards = self._shards(group, sub_task)
             scale(self._buffer[sub_task.offset : sub_task.offset + sub_task.size], self._weight.factor)
             sent = {
-                other: self._copies.to_host(self._packed(shard, self._values(shard), seed, rank, squares))
+                other: self._copies.to_host(self._packed(shard, self._values(shard), seed, rank))
                 for other, shard in shards.items()
                 if other != rank
             }
@@ -179,11 +177,11 @@ class CompressedBucket:
 
         def add_up(received: dict[int, Tensor]) -> None:
             if own:
-                with self._observer.working("reduce", sub_task) as squares, self._copies.working():
+                with self._observer.working("reduce", sub_task), self._copies.working():
                     sums = self._values(own)
                     for payload in received.values():
                         self._add(own, self._copies.to_device(payload), sums)
-                    packed = self._packed(own, sums, seed, rank, squares, place=True)
+                    packed = self._packed(own, sums, seed, rank, place=True)
                     self._sums[sub_task.index] = self._copies.to_host(packed)
 
         senders = dict.fromkeys(others_of(group), own) if own else {}
@@ -260,14 +258,13 @@ class CompressedBucket:
         values: list[Tensor],
         seed: int,
         worker: int,
-        squares: list[float],
         *,
         place: bool = False,
     ) -> Tensor:
         """Encode a shard and keep its residual; with ``place``, write the decoded values into the buffer."""
         bodies = []
         for piece, part in zip(shard, values, strict=True):
-            bodies.append(piece.encode(part, seed=seed, worker=worker, squares=squares))
+            bodies.append(piece.encode(part, seed=seed, worker=worker))
             if place:  # decode the bytes that travel, as all other ranks do
                 self._place(piece, bodies[-1])
         size = self._payload_bytes(shard)
@@ -430,10 +427,10 @@ class LowRankBucket:
             self._missing -= part.size
             if self._missing:
                 return
-        with self._observer.working("decode", part) as squares, self._copies.working():
+        with self._observer.working("decode", part), self._copies.working():
             self._copies.bring_back(self._sent_right, self._rights)
             for matrix, left, right in self._factors:
-                squares.append(matrix.end_with(self._buffer, ranks, left, right))
+                matrix.end_with(self._buffer, ranks, left, right)
 
 
 def _sum(group: dist.ProcessGroup, values: Tensor, sub_task: SubCommTask, number: int) -> StartedOperation:
@@ -464,33 +461,27 @@ class GradientCompression(Uncompressed):
         record: Takes what is measured.
         loss_scale: Returns the current factor of losses, which residuals also contain; ``None`` if it never changes.
         idle: Whether a parameter has got no gradient in this step on this rank; asked when its bucket is ready.
-        may_drop: Whether mean gradients may be dropped without an optimizer step, as with two losses and optimizers.
-            The residuals are then restored.
-        seen: Called once after some steps.
+        may_drop: See :class:`Residuals`.
 
     Attributes:
         ratio: How many times fewer bytes travel for all gradients together, as far as that does not depend on their
             values.
         copies: Copies payloads between the device where gradients are encoded and host memory.
-        left_out: Names of parameters with residuals in the checkpoint that are not compressed now.
+        seen: Called once after some steps.
     """
 
     def __init__(
         self,
         rules: CompressionRules,
         parameters: Mapping[str, nn.Parameter],
-        residuals: Residuals,
         *,
         record: Record,
         loss_scale: Callable[[], float | None] = lambda: None,
         idle: Callable[[nn.Parameter], bool] = lambda parameter: False,
         may_drop: bool = False,
-        seen: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__()
         self._idle = idle
-        self.seen = seen
-        self.residuals = residuals
+        self.seen: Callable[[], None] = lambda: None
         self._record = record
         self._loss_scale = loss_scale
         self.copies = HostPayloads()
@@ -501,10 +492,11 @@ class GradientCompression(Uncompressed):
         self._low_rank = {id(parameters[name]): (name, c) for name, c in known.items() if isinstance(c, PowerSGD)}
         self.compressed = {name: codec.spec for name, codec in known.items()}
         self.ratio = rules.ratio(parameters)
-        self.left_out = residuals.begin_fit({name: parameters[name] for name in self.compressed}, may_drop=may_drop)
+        compressed = {name: parameters[name] for name in self.compressed}
+        self.residuals = Residuals(compressed, may_drop=may_drop)
 
     def work_on(self, copies: PayloadCopies) -> None:
-        """Encode where gradients are, from which ``copies`` copies payloads; nothing may be in flight."""
+        """Encode where gradients are, from which ``copies`` copies payloads; before the first step."""
         self.copies = copies
         self.residuals.live_on(copies.device)
 
@@ -562,19 +554,17 @@ class GradientCompression(Uncompressed):
             at += size
 
     @contextmanager
-    def working(self, what: str, sub_task: SubCommTask) -> Iterator[list[float]]:
-        """Time a codec's work for a part; the list collects squared norms of residuals."""
+    def working(self, what: str, sub_task: SubCommTask) -> Iterator[None]:
+        """Time a codec's work for a part."""
         name, record = f"{what} {sub_task.name}", self._record
-        squares: list[float] = []
         with profiled(f"bytescheduler::{name}"):
             start = record.clock()
             try:
-                yield squares
+                yield
             finally:
                 now = record.span(name, CODEC, start, step=sub_task.parent.key.step)
                 with self._lock:
                     record.statistics.codec_s += now - start
-                    record.statistics.residual_squares += sum(squares)
 
 
 def has_no_gradient(parameter: nn.Parameter) -> bool:

@@ -587,8 +587,6 @@ class Fit:
             idle=lambda: not self.step.under_way,
             exchanges=lambda: self.weights.close(STOP_S),
         )
-        if not failed:
-            parts.append(self.codec.residuals.end_fit)
         if self.record.timeline is not None:
             parts.append(self.record.timeline.close)
         for part in parts:

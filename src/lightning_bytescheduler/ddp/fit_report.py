@@ -7,7 +7,6 @@ metrics and the timeline use these figures.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import Counter
@@ -203,7 +202,6 @@ class SchedulerStatistics:
         bytes_sent: Bytes this rank sent for gradients, ``2(n-1)/n`` per byte reduced; compressed bytes for compressed
             gradients.
         bytes_uncompressed: What ``bytes_sent`` would be without compression.
-        bytes_compressed: The part of ``bytes_uncompressed`` that travelled compressed.
         sub_tasks: Partitions sent.
         communication_s: Seconds during which at least one partition was in flight.
         exposed_s: Seconds the training waited for gradients, at gates and at the end of backward passes; log, metrics
@@ -211,8 +209,6 @@ class SchedulerStatistics:
         gate_wait_s: The part of ``exposed_s`` spent at gates in the forward pass.
         deferred_step_s: Seconds spent in deferred optimizer steps.
         codec_s: Seconds spent encoding, summing and decoding gradients, on other threads than the training's.
-        residual_squares: Squared norm of what compression left out on this rank, summed over steps, in units of
-            gradients divided by the number of ranks.
     """
 
     steps: int = 0
@@ -221,29 +217,17 @@ class SchedulerStatistics:
     deferred_updates: int = 0
     bytes_sent: float = 0.0
     bytes_uncompressed: float = 0.0
-    bytes_compressed: float = 0.0
     sub_tasks: int = 0
     communication_s: float = 0.0
     exposed_s: float = 0.0
     gate_wait_s: float = 0.0
     deferred_step_s: float = 0.0
     codec_s: float = 0.0
-    residual_squares: float = 0.0
 
     @property
     def compression_ratio(self) -> float:
         """How many times fewer bytes travel than uncompressed; 1 before the first step."""
         return self.bytes_uncompressed / self.bytes_sent if self.bytes_sent else 1.0
-
-    @property
-    def compressed_share(self) -> float:
-        """Fraction of the gradients' bytes that travelled compressed; 0 before the first step."""
-        return self.bytes_compressed / self.bytes_uncompressed if self.bytes_uncompressed else 0.0
-
-    @property
-    def residual_norm(self) -> float:
-        """Norm of what compression left out, as the root mean square over steps; 0 before the first step."""
-        return math.sqrt(max(self.residual_squares, 0.0) / self.steps) if self.steps else 0.0
 
     @property
     def deferred_share(self) -> float:
@@ -319,8 +303,6 @@ class Record:
         statistics.sub_tasks += 1
         statistics.bytes_sent += wire_bytes
         statistics.bytes_uncompressed += plain_bytes
-        if sub.encoded_bytes is not None:
-            statistics.bytes_compressed += plain_bytes
         statistics.communication_s += max(0.0, sub.finished_at - max(sub.started_at, self._busy_until))
         self._busy_until = max(self._busy_until, sub.finished_at)
         if self.timeline is None:

@@ -47,7 +47,6 @@ from lightning_bytescheduler.collectives.groups import VARIABLE, choose_interfac
 from lightning_bytescheduler.ddp.ddp_arguments import check_launch_options
 from lightning_bytescheduler.ddp.decided_fit import DecidedFit, FitOptions
 from lightning_bytescheduler.ddp.fit_report import OverlapPlan, SchedulerStatistics
-from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sigterm import ends_by_sigterm, sigterm_ends_at_once
 from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError, SchedulerClosedError
@@ -80,8 +79,6 @@ _ONE_CHECKPOINT = (
     "Fabric, what one rank alone looks at is read with fabric.load_raw or torch.load."
 )
 
-COMPRESSION = "lightning_bytescheduler.compression"
-"""Checkpoint key of the residuals of error feedback."""
 OUTER_STATE = "lightning_bytescheduler.diloco"
 """Checkpoint key of ``diloco``'s state, which ``bytescheduler`` ignores."""
 
@@ -600,7 +597,6 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         self._position: FitPosition | None = None  # if all ranks train together
         self.fit: TrainerFit | None = None
         self._fit_options: FitOptions | None = None  # if ByteScheduler carries the gradients
-        self._residuals = Residuals()  # kept for checkpoints until the next fit begins
         self._checkpoint: tuple[Any, str] | None = None  # a checkpoint's path, and when it was written
         check_launch_options(options, strategy=type(self).__name__, example=self.example_option)
         for sentence in unknown_variables(os.environ):
@@ -635,13 +631,7 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         """Begin a fit before the model is wrapped, if ByteScheduler carries the gradients of several ranks."""
         if self._fit_options is not None and self._board is not None and self.lightning_module is not None:
             self._lost_weights = None
-            self.fit = TrainerFit.begin(self, self._fit_options, self._board, self._residuals)
-
-    def end_fit(self, *, failed: bool | None = None) -> None:
-        """See JoinedRanks."""
-        if self._failed:  # ranks may have residuals of different steps
-            self._residuals = Residuals()
-        super().end_fit(failed=failed)
+            self.fit = TrainerFit.begin(self, self._fit_options, self._board)
 
     # ------------------------------------------------------------------ one step
 

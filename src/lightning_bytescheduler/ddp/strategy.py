@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from lightning_bytescheduler.checks import require_bool
 from lightning_bytescheduler.ddp.batches import BatchSharing, loader_resumes
@@ -23,10 +22,8 @@ from lightning_bytescheduler.ddp.ddp_arguments import (
     check_options,
 )
 from lightning_bytescheduler.ddp.decided_fit import FitOptions, FitTuning
-from lightning_bytescheduler.ddp.deferred_optimizer import loss_scale_of
 from lightning_bytescheduler.ddp.fit_report import ONE_RANK, OverlapPlan, SchedulerStatistics
 from lightning_bytescheduler.ddp.rank_strategy import (
-    COMPRESSION,
     OUTER_STATE,
     FitPosition,
     RankStrategy,
@@ -35,7 +32,6 @@ from lightning_bytescheduler.ddp.rank_strategy import (
     model_facts,
     optimizer_facts,
 )
-from lightning_bytescheduler.ddp.residuals import Residuals, add_up_on_first
 from lightning_bytescheduler.ddp.sample_weights import SampleCounter, Weighting
 from lightning_bytescheduler.ddp.sigterm import RequeueForAll, SigtermForAll, requeues
 from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
@@ -264,8 +260,6 @@ class ByteSchedulerStrategy(RankStrategy):
         if self._rules is not None:
             found["bytescheduler/compression_ratio"] = new.compression_ratio
             found["bytescheduler/codec_ms"] = 1e3 * new.codec_s / new.steps
-            found["bytescheduler/residual_norm"] = new.residual_norm
-            found["bytescheduler/compressed_share"] = new.compressed_share
         return found if self._sharing.balance is None else {**found, **self._sharing.balance.metrics()}
 
     def batch_of_all(self, size: int) -> int | None:
@@ -287,7 +281,6 @@ class ByteSchedulerStrategy(RankStrategy):
         self._failed = False
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._residuals = Residuals()
             self._sharing.begin()
         if trainer is not None and self.world_size > 1:
             self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
@@ -423,24 +416,6 @@ class ByteSchedulerStrategy(RankStrategy):
         self._tuning.end([] if trainer is None else callbacks_of(trainer))
         self._hooks = None
 
-    def compression_state(self) -> dict[str, Any] | None:
-        """Return the residuals of error feedback for a checkpoint; all ranks call this together."""
-        if self._rules is None or self._failed or not dist.is_initialized():
-            return None
-        self.flush()
-        with self._explained():
-            return self._residuals.total(
-                partial(add_up_on_first, device=self.root_device),
-                keep=self.is_global_zero,
-                loss_scale=loss_scale_of(self),
-            )
-
-    def load_compression_state(self, state: Mapping[str, Any] | None) -> None:
-        """Restore the result of :meth:`compression_state`, on any number of ranks."""
-        if self._rules is not None:
-            self.flush()
-            self._residuals.load(state, self.world_size)
-
     # ------------------------------------------------------------------ failures
 
     def _end_with(self, cause: BaseException) -> None:
@@ -462,8 +437,9 @@ class ByteSchedulerStrategy(RankStrategy):
         """See DDPStrategy. Reports which parts of the checkpoint are left out."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
         self._sharing.load(checkpoint)
-        if self.world_size > 1:  # one rank sends nothing, so it cannot use residuals
-            self.load_compression_state(checkpoint.get(COMPRESSION))
+        if self.fit is not None:
+            self.flush()
+            self.fit.codec.residuals.clear()  # of other weights than those that were loaded
         if OUTER_STATE in checkpoint:
             rank_zero_info(
                 "bytescheduler: the checkpoint is of strategy 'diloco': weights, optimizers and progress go on, and "
@@ -473,9 +449,6 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """See DDPStrategy. Another rank's failure does not end this process while it saves."""
-        state = self.compression_state() if "optimizer_states" in checkpoint else None
-        if state is not None:
-            checkpoint[COMPRESSION] = state
         if self.lightning_module is not None:
             self._sharing.note(checkpoint, self.lightning_module)  # it has no trainer after a fit elsewhere
         with self._patient():
@@ -493,9 +466,8 @@ class SchedulerHooks(pl.Callback):
     ``bytescheduler/exposed_communication_ms`` (time the training waited for gradients), ``bytescheduler/gate_wait_ms``
     (the part of it spent at gates in the forward pass), ``bytescheduler/megabytes_sent`` and
     ``bytescheduler/deferred_share`` (1 if every update crossed the step boundary, 0 if the steps were synchronised).
-    With compression also ``bytescheduler/compression_ratio`` (how many times fewer bytes were sent),
-    ``bytescheduler/codec_ms``, ``bytescheduler/residual_norm`` (of what a step left out) and
-    ``bytescheduler/compressed_share`` (fraction of the gradients' bytes that travelled compressed). With balanced
+    With compression also ``bytescheduler/compression_ratio`` (how many times fewer bytes were sent) and
+    ``bytescheduler/codec_ms``. With balanced
     batches also ``bytescheduler/share_of_rank_<k>`` (samples) and ``bytescheduler/waiting_saved_ms`` (time that a step
     would be longer with equal shares).
 

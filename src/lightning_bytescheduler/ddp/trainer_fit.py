@@ -34,7 +34,6 @@ from lightning_bytescheduler.ddp.decided_fit import (
 )
 from lightning_bytescheduler.ddp.deferred_optimizer import deferring, loss_scale_of
 from lightning_bytescheduler.ddp.fit_report import codec_cost, summary_of
-from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.wire import Wire
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
@@ -53,14 +52,13 @@ class TrainerFit(DecidedFit):
         self._epoch_begins = False
 
     @classmethod
-    def begin(cls, strategy: DDPStrategy, options: FitOptions, board: FaultBoard, residuals: Residuals) -> TrainerFit:
+    def begin(cls, strategy: DDPStrategy, options: FitOptions, board: FaultBoard) -> TrainerFit:
         """Begin a fit with the other ranks, before the model is wrapped.
 
         Args:
             strategy: The strategy, which has its module.
             options: See the class.
             board: Tells failures to the other ranks.
-            residuals: What earlier steps left out.
 
         Raises:
             UnsupportedError: If there is nothing to train, or a part of the model cannot be trained so.
@@ -83,7 +81,7 @@ class TrainerFit(DecidedFit):
             rules.check_patterns(names_that_count(module))
         in_shards = bool(norm_needed_by(module, strategy.precision_plugin))
         wire = open_wire(module, strategy, options, board, routed=True, in_shards=in_shards)
-        codec = None if rules is None else _codec(rules, module, strategy, options, residuals, wire)
+        codec = None if rules is None else _codec(rules, module, strategy, wire)
         counter = None if options.counter is None else options.counter(wire.groups.rank)
         fit = cls(strategy, options, wire, parameters, codec=codec, counter=counter)
         strategy._ddp_kwargs.update(fit.bucket_cap_mb)
@@ -119,8 +117,11 @@ class TrainerFit(DecidedFit):
         module = self._strategy.lightning_module
         check_hooks(module)
         needed_by = norm_needed_by(module, self._strategy.precision_plugin)
-        if isinstance(self.codec, GradientCompression):
-            _say_compressed(self.codec)
+        if isinstance(self.codec, GradientCompression) and not self.codec.compressed:
+            rank_zero_warn(
+                "bytescheduler: no gradient of this model is compressed: each is smaller than compression_min_size, "
+                "would not be smaller compressed, or fits no pattern."
+            )
         self.begin_steps(module, [*self._reasons(module), *self._norm_reasons(needed_by)], norm_needed_by=needed_by)
 
     def _reasons(self, module: pl.LightningModule) -> Iterator[str]:
@@ -221,14 +222,11 @@ def _codec(
     rules: CompressionRules,
     module: pl.LightningModule,
     strategy: DDPStrategy,
-    options: FitOptions,
-    residuals: Residuals,
     wire: Wire,
 ) -> GradientCompression:
     codec = GradientCompression(
         rules,
         trained(module),
-        residuals,
         record=wire.record,
         loss_scale=partial(loss_scale_of, strategy),
         idle=has_no_gradient,
@@ -237,20 +235,6 @@ def _codec(
     if wire.route.copies is not None:
         codec.work_on(wire.route.copies)
     return codec
-
-
-def _say_compressed(compression: GradientCompression) -> None:
-    """Report what a user who asked for compression may not expect."""
-    if not compression.compressed:
-        rank_zero_warn(
-            "bytescheduler: no gradient of this model is compressed: each is smaller than compression_min_size, would "
-            "not be smaller compressed, or fits no pattern."
-        )
-    if left := compression.left_out:
-        rank_zero_info(
-            f"bytescheduler: the checkpoint has what was left to be sent of {len(left)} parameters that are not "
-            f"compressed now, or have another size or name, such as {left[0]!r}. That is left out."
-        )
 
 
 def _warn_unaveraged(names: Sequence[str]) -> None:
