@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import abandon
-from lightning_bytescheduler.collectives.operations import Passage, StartedOperation
+from lightning_bytescheduler.collectives.operations import StartedOperation
 from lightning_bytescheduler.collectives.push_pull import NodePushPull, PlacedParts
 from lightning_bytescheduler.collectives.server_meeting import Announcement, connect, lay_out
 from tests.support.waiting import WAIT
@@ -93,7 +93,7 @@ def test_sums_are_formed_in_the_order_of_ranks_whoever_pushes(ranks: list[NodePu
         scaled = [value * (1.0 / 6) for value in values]
         expected = ((scaled[0] + scaled[1]) + scaled[2]) + ((scaled[3] + scaled[4]) + scaled[5])
         assert all(torch.equal(part, expected) for part in parts)
-        pushers = [index % RANKS for index, one in enumerate(started) if one.passage.where.get("pusher") is None]
+        pushers = [index % RANKS for index, one in enumerate(started) if not isinstance(one.lane, str)]
         assert pushers == [(number - 1) % RANKS] * NODES
     assert [sum(one.shares.bytes_per_server) for one in ranks] == [8000] * 6
     assert ranks[0].wire_share == pytest.approx(1 / RANKS)
@@ -116,18 +116,3 @@ def test_a_rank_that_has_gone_ends_all_that_waits_for_it(ranks: list[NodePushPul
 
     results = at_once([*(partial(wait, one) for one in waiting), leave])
     assert all(isinstance(result, RuntimeError) for result in results[:-1]), results
-
-
-def test_stages_follow_each_other() -> None:
-    passage = Passage(where={"server": 2}, moved=8, pushed=16)
-    passage.began, passage.reduced, passage.came = 1.0, 2.0, 5.0
-    passage.sent(2.5, 3.0)
-    assert [*passage.stages(6.0)] == [
-        ("local reduce", 1.0, 2.0, 8),
-        ("push", 2.5, 3.0, 16),
-        ("pull", 3.0, 5.0, 16),
-        ("local broadcast", 5.0, 6.0, 8),
-    ]
-    other = Passage(where={"pusher": 1}, moved=8)
-    other.began, other.reduced = 1.0, 2.0
-    assert [*other.stages(6.0)] == [("local reduce", 1.0, 2.0, 8), ("local broadcast", 2.0, 6.0, 8)]

@@ -114,7 +114,7 @@ def await_what_never_comes(rank: int) -> None:
         thread = CompletionThread(lambda error: error, group)
         sub_task: Any = Part()
         thread.watch(operations.reduce_scatter(group, torch.zeros(10), 1, 0.5), sub_task)
-        until(lambda: thread._awaits_message)
+        until(lambda: thread._awaited is not None)
         assert thread.stop(WAIT)
         assert not sub_task.ended.is_set()
     dist.barrier()

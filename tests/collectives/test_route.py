@@ -94,7 +94,7 @@ def test_a_wait_for_a_message_is_ended_on_the_group_of_the_message(own: bool, mo
     part.parent, part.index = SimpleNamespace(key=TaskKey(1)), 0
     started = StartedOperation([message], messages=True, group=nodes if own else None)  # type: ignore[arg-type]
     route.send(torch.zeros(4), part, lambda *_: started)
-    until(lambda: next(iter(route._pulls.values()))._awaits_message)
+    until(lambda: next(iter(route._pulls.values()))._awaited is not None)
     assert route.stop(WAIT)
     assert set(broken) == {"node" if own else "data"}
 

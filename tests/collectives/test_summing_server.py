@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives import server_meeting
 from lightning_bytescheduler.collectives.groups import abandon
-from lightning_bytescheduler.collectives.operations import Passage
 from lightning_bytescheduler.collectives.push_pull import PlacedParts, PushPull, server_weights
 from lightning_bytescheduler.collectives.server_meeting import (
     Announcement,
@@ -141,7 +140,7 @@ def test_a_push_unlike_the_other_ranks_is_refused(wrong: torch.Tensor) -> None:
     sides = [PushPull(group, range(2), PlacedParts(workers=2, servers=1)) for group in groups[:2]]
     under_way = []  # what nobody holds may never be sent
     for side, part in zip(sides, (torch.zeros(4), wrong), strict=True):
-        under_way.append(side.push(part, 1, 2, Passage(where={"server": 2})))
+        under_way.append(side.push(part, 1, 2))
     with pytest.raises(UnsupportedError, match=r"Rank \d pushes .* as operation 1, but rank \d pushes") as refused:
         await_goodbyes([server], lambda: False)
     store, door = dist.HashStore(), ServerPort("127.0.0.1")

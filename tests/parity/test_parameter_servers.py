@@ -11,17 +11,12 @@ from lightning.pytorch import Trainer
 from torch.optim import Adam
 
 from lightning_bytescheduler.collectives import launch_order
-from lightning_bytescheduler.timeline.picture import draw_timeline
-from lightning_bytescheduler.timeline.timeline import COMMUNICATION, REPLY, Trace, read_timeline
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, read_timeline
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.support.fit import SIZES, Outcome, Recipe, Run, train
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 from tests.support.servers import train_with_servers
-
-PULL = "pull"
-PUSH = "push"
-SUM = "sum"
 
 PS = {**SIZES, "servers": 0}
 
@@ -36,26 +31,6 @@ def test_one_server_that_is_slow_for_a_while_gives_ddps_bits(two_ranks: RankPool
     assert all(one is not None for one in ours)
     assert_same(expected, [one for one in ours if one is not None])
     assert_overlapped([one for one in ours if one is not None])
-
-
-def bytes_of(trace: Trace, stage: str) -> float:
-    return sum(float(span.args["bytes"]) for span in trace.select(stage))
-
-
-def assert_stages_are_true(path: Path, outcome: Outcome) -> None:
-    """Of a rank whose parts are all added up elsewhere."""
-    trace, statistics = read_timeline(path), outcome.statistics
-    assert statistics is not None
-    assert bytes_of(trace, PUSH) == bytes_of(trace, PULL) == statistics.bytes_sent
-    under_way = {(s.name, s.args["step"], s.args["partition"]): s for s in trace.select(COMMUNICATION)}
-    assert len(trace.select(PUSH)) == len(trace.select(PULL)) == len(under_way) == statistics.sub_tasks
-    for push, pull in zip(trace.select(PUSH), trace.select(PULL), strict=True):
-        for stage in (push, pull):
-            whole = under_way[stage.name, stage.args["step"], stage.args["partition"]]
-            assert whole.start - 1e-3 <= stage.start <= stage.end <= whole.end + 1e-3
-            assert 3 <= stage.args["server"] < 6, "three workers, then three servers"
-    assert not trace.select(SUM)
-    assert not trace.select(REPLY)
 
 
 @pytest.mark.slow
@@ -76,14 +51,9 @@ def test_the_bits_do_not_depend_on_where_three_ranks_are_added_up(three_ranks: R
         assert tables[0].spare_servers == servers
         assert all(tables[0].bytes_per_server[:servers])
         assert f"spare server {servers - 1}" in repr(outcomes[0].plan)
-        if servers == 3:
-            assert_stages_are_true(path, outcomes[0])
-            continue
-        trace = read_timeline(path)
-        assert trace.select(SUM), "a rank is a server besides"
-        replies = sum(tables[0].bytes_per_server[1] for _ in range(2))  # to each of the others
-        assert bytes_of(trace, REPLY) == replies
-        draw_timeline(trace, tmp_path / "stages.png")
+        trace, statistics = read_timeline(path), outcomes[0].statistics
+        assert statistics is not None
+        assert len(trace.select(COMMUNICATION)) == statistics.sub_tasks
 
 
 def save_to(path: str, trainer: Trainer, model: object) -> None:

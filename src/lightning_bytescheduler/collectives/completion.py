@@ -87,7 +87,8 @@ class CompletionThread:
     Args:
         on_error: Called once with the first error of a collective, on this thread, before the sub-task fails; returns
             the error to fail with (for example one that names the failed rank).
-        group: The data group; its connections are broken if the thread is stopped while it waits for a message.
+        group: The data group; its connections, or those of an operation's own group, are broken if the thread is
+            stopped while it waits for a message.
         telling: Held while a sub-task is notified, if several of these threads share it: callbacks run one by one.
     """
 
@@ -102,7 +103,7 @@ class CompletionThread:
         self._telling = threading.Lock() if telling is None else telling
         self._on_error = on_error
         self._group = group
-        self._awaits_message = False
+        self._awaited: dist.ProcessGroup | None = None  # the group of the message that is waited for
         self._seconds: CompletionThread | None = None  # waits for second halves, while this one goes on
         self._pending: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -126,8 +127,8 @@ class CompletionThread:
         # More than once: a connection that is ending already does not end the others.
         while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
             self._thread.join(min(left, 2 * _WAIT_SLICE.total_seconds()))
-            if self._thread.is_alive() and self._awaits_message and self._group is not None:
-                break_connections(self._group)
+            if self._thread.is_alive() and (awaited := self._awaited) is not None:
+                break_connections(awaited)
         seconds = self._seconds is None or self._seconds.stop(max(0.1, deadline - time.monotonic()))
         return seconds and not self._thread.is_alive()
 
@@ -167,15 +168,15 @@ class CompletionThread:
                 self._seconds.watch(replace(following, closing=False), sub_task)
                 return None
             if following.messages:
-                if not self._await_messages(following.works):
+                if not self._await_messages(following.works, following.group or self._group):
                     return False
             elif not all(wait_in_slices(work, self._stopping) for work in following.works):
                 return False
             following = None if following.finish is None else following.finish()
         return True
 
-    def _await_messages(self, works: Sequence[Any]) -> bool:
-        self._awaits_message = True
+    def _await_messages(self, works: Sequence[Any], group: dist.ProcessGroup | None) -> bool:
+        self._awaited = group
         try:
             for work in works:
                 if self._stopping.is_set():
@@ -186,7 +187,7 @@ class CompletionThread:
                 return False
             raise
         finally:
-            self._awaits_message = False
+            self._awaited = None
         return True
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -97,53 +97,6 @@ def ends_within(work: dist.Work | None, seconds: float, failure: Callable[[], ob
     return True
 
 
-@dataclass(slots=True, kw_only=True)
-class Passage:
-    """Stages of a part's way through a parameter server, for timelines; in seconds of the core's clock.
-
-    Attributes:
-        where: Where the part is summed: the server's rank, or that of the pusher on the same node.
-        pushed: Bytes that are pushed, and pulled; 0 if the server is in this process.
-        moved: Bytes sent within the node before the push, and again after the pull.
-        push: Begin and end of the push; ``None`` if there was none.
-        reduced: When the node's sum was complete; on ranks that do not push, when their own part had left.
-        came: When the sum had arrived; 0 if nothing followed.
-    """
-
-    where: dict[str, int]
-    pushed: int = 0
-    moved: int = 0
-    push: tuple[float, float] | None = None
-    reduced: float = 0.0
-    came: float = 0.0
-    began: float = field(default_factory=time.perf_counter)
-
-    def sent(self, start: float, end: float) -> None:
-        """Record the push, from ``start`` to ``end``."""
-        self.push = start, end
-
-    def stages(self, finished: float) -> Iterator[tuple[str, float, float, int]]:
-        """Yield (name, start, end, bytes) of each stage of a part that had arrived at ``finished``.
-
-        A pull begins when the push has left, so it includes the server's wait for other workers. On a rank that does
-        not push, the broadcast within the node begins when its own part has left.
-        """
-        reduced, came = min(self.reduced or self.began, finished), self.came or finished
-        if self.moved:
-            yield "local reduce", self.began, reduced, self.moved
-        if "pusher" in self.where:
-            came = reduced
-        elif self.pushed:
-            start, end = self.push or (reduced, came)
-            end = min(end, came)  # the sender may be notified later than the receiver
-            yield "push", min(start, end), end, self.pushed
-            yield "pull", end, came, self.pushed
-        else:
-            yield "sum", reduced, came, 0
-        if self.moved:
-            yield "local broadcast", came, finished, self.moved
-
-
 @dataclass(frozen=True, slots=True)
 class StartedOperation:
     """An operation in flight.
@@ -165,7 +118,6 @@ class StartedOperation:
     closing: bool = False
     lane: int | str | None = None
     group: dist.ProcessGroup | None = None
-    passage: Passage | None = None
 
 
 def ending_with(started: StartedOperation, last: Callable[[], None]) -> StartedOperation:

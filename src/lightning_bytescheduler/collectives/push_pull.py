@@ -28,7 +28,6 @@ those of two need not, so a separate thread waits for each server.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,13 +38,12 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.checks import require_one_of
 from lightning_bytescheduler.collectives.groups import abandon
-from lightning_bytescheduler.collectives.operations import PATIENCE, Passage, Pull, StartedOperation, scale
+from lightning_bytescheduler.collectives.operations import PATIENCE, Pull, StartedOperation, scale
 from lightning_bytescheduler.collectives.summing_server import (
     CLOSING,
     DTYPES,
     HEADER_TAG,
     Coming,
-    OnReply,
     SendingTurns,
     SummingServer,
     turns_by_need,
@@ -275,21 +273,15 @@ class PushPull:
     def start(self, part: torch.Tensor, number: int) -> StartedOperation:
         """Begin to sum ``part``, which is already scaled; called in launch order."""
         rank = self.next_server(part.nbytes)
-        passage = self.passage(rank, part)
-        pushed = [self.push(part, number, rank, passage)]
-        return StartedOperation(pushed, messages=True, lane=rank, group=self.group, passage=passage)
+        return StartedOperation([self.push(part, number, rank)], messages=True, lane=rank, group=self.group)
 
-    def passage(self, server: int, part: torch.Tensor, moved: int = 0) -> Passage:
-        """Return the way of ``part`` through a server, for timelines; see :class:`Passage`."""
-        return Passage(where={"server": server}, pushed=0 if self.adds_up(server) else part.nbytes, moved=moved)
-
-    def push(self, part: torch.Tensor, number: int, server: int, passage: Passage) -> Coming | Pull:
+    def push(self, part: torch.Tensor, number: int, server: int) -> Coming | Pull:
         """Push ``part`` to ``server``; the result ends when the sum is in place."""
-        if (own := self.adds_up(server)) is not None:
-            return own.push_own(number, part)
+        if server == self._rank and self._colocated is not None:
+            return self._colocated.push_own(number, part)
         pull = Pull(self.group.recv([part], server, number), self._timeout)
         header = torch.tensor([number, part.numel(), DTYPES.index(part.dtype)])
-        self._pushes.put(part, server, number, self.group.send([header], server, HEADER_TAG), passage.sent)
+        self._pushes.put(part, server, number, self.group.send([header], server, HEADER_TAG))
         return pull
 
     def expect(self, tensor: int, part: int) -> None:
@@ -300,15 +292,6 @@ class PushPull:
         """Return the server of the next part, as a rank in the group; see :meth:`PlacedParts.next`."""
         owner = self.shares.next(nbytes)
         return self._workers + owner if owner < self._servers else owner - self._servers
-
-    def adds_up(self, server: int) -> SummingServer | None:
-        """Return ``server``, from :meth:`next_server`, if it is in this process; otherwise ``None``."""
-        return self._colocated if server == self._rank else None
-
-    def watch_replies(self, on_reply: OnReply) -> None:
-        """Call ``on_reply`` for each sum that leaves this process, if workers are also servers."""
-        if self._colocated is not None:
-            self._colocated.on_reply = on_reply
 
     def close(self, *, idle: bool) -> None:
         """Tell the servers that no more comes from here, and leave the group; bounded.
@@ -393,22 +376,19 @@ class NodePushPull(PushPull):
 
     def _give(self, part: torch.Tensor, number: int, pusher: int) -> StartedOperation:
         """Send this rank's part to its pusher; ends when the result is in place."""
-        passage = Passage(where={"pusher": pusher}, moved=part.nbytes)
         # The receive is posted first, as the pusher answers once it has this rank's values.
         back = Pull(self.local.recv([part], pusher, number), self._timeout)
         sent = self.local.send([part], pusher, number)
 
         def left() -> None:
-            sent.wait(PATIENCE)
-            passage.reduced = time.perf_counter()
+            sent.wait(PATIENCE)  # a message is kept until it has left
 
         self._local_reduce.put(left, lambda error: None)
-        return StartedOperation([back], messages=True, lane=f"from-{pusher}", group=self.local, passage=passage)
+        return StartedOperation([back], messages=True, lane=f"from-{pusher}", group=self.local)
 
     def _push_for_all(self, part: torch.Tensor, number: int) -> StartedOperation:
         """Sum the node's values of a part, push the sum, and send the result to the node's ranks."""
         server = self.next_server(part.nbytes)
-        passage = self.passage(server, part, moved=part.nbytes * len(self._others))
         rooms = {rank: torch.empty_like(part) for rank in self._others}
         works = {rank: self.local.recv([room], rank, number) for rank, room in rooms.items()}
         pushed = Coming()
@@ -423,16 +403,14 @@ class NodePushPull(PushPull):
                     total = value
                 else:  # the sum of two has the same bits in either order
                     total = part.add_(total) if rank == self._own else total.add_(value)
-            passage.reduced = time.perf_counter()
-            pushed.end(then=self.push(part, number, server, passage))
+            pushed.end(then=self.push(part, number, server))
 
         def hand_on() -> StartedOperation:
-            passage.came = time.perf_counter()
             sent = [Pull(self.local.send([part], rank, number), self._timeout) for rank in self._others]
-            return StartedOperation(sent, messages=True, closing=True)
+            return StartedOperation(sent, messages=True, closing=True, group=self.local)
 
         self._local_reduce.put(add_up_and_push, pushed.end)
-        return StartedOperation([pushed], hand_on, messages=True, lane=server, group=self.group, passage=passage)
+        return StartedOperation([pushed], hand_on, messages=True, lane=server, group=self.group)
 
     def close(self, *, idle: bool) -> None:
         """See :class:`PushPull`. If all is idle, no rank of this node waits for this one."""

@@ -250,7 +250,7 @@ class Served(AllReduce):
             if not is_communication_error(error):
                 raise
             raise self._failed(error) from error  # the connection has ended before the wait
-        sub_task.passage, lane = started.passage, started.lane
+        lane = started.lane
         if lane not in self._pulls:
             self._pulls[lane] = self._thread(f"pulls-{lane}", started.group or self.group)
         self._pulls[lane].watch(started, sub_task)

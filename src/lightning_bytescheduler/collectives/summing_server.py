@@ -51,9 +51,6 @@ _GOODBYES_S = 5.0
 _LOOK_EVERY_S = 0.2
 _NONE = -1  # in place of a worker
 
-OnSent = Callable[[float, float], object]
-"""Called with begin and end of a message's way out, in seconds of ``time.perf_counter``, on the sending thread."""
-
 _MOST_TURNS = 8  # of one receiver, per turn of another
 _AHEAD = 2  # messages handed to gloo at once: the next begins without a wake-up when one has left
 
@@ -91,9 +88,8 @@ class SendingTurns:
         on_error: Callable[[BaseException], object],
     ) -> None:
         self._group = group
-        self._waiting: dict[int, deque[tuple[torch.Tensor, int, dist.Work | None, OnSent | None]]] = {
-            rank: deque() for rank in receivers
-        }
+        self._waiting: dict[int, deque[tuple[torch.Tensor, int, dist.Work | None]]] = {}
+        self._waiting.update((rank, deque()) for rank in receivers)
         self._turns = list(receivers)
         self._next = 0
         self._on_error = on_error
@@ -101,20 +97,13 @@ class SendingTurns:
         self._closed = False
         self._thread = start_thread(name, self._run)
 
-    def put(
-        self,
-        message: torch.Tensor,
-        receiver: int,
-        number: int,
-        header: dist.Work | None = None,
-        on_sent: OnSent | None = None,
-    ) -> None:
+    def put(self, message: torch.Tensor, receiver: int, number: int, header: dist.Work | None = None) -> None:
         """Send ``message`` as ``number`` in the receiver's turn; its header has been sent.
 
-        Messages to one receiver leave in the order of these calls. ``on_sent`` is called when it has left.
+        Messages to one receiver leave in the order of these calls.
         """
         with self._work:
-            self._waiting[receiver].append((message, number, header, on_sent))
+            self._waiting[receiver].append((message, number, header))
             self._work.notify()
 
     def close(self) -> None:
@@ -140,30 +129,24 @@ class SendingTurns:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        under_way: deque[tuple[dist.Work, dist.Work | None, OnSent | None, float]] = deque()
-        left = 0.0  # when the previous message had left
+        under_way: deque[tuple[dist.Work, dist.Work | None]] = deque()
         try:
             while True:
                 taken = self._take(wait=not under_way)
                 if taken is None and not under_way:
                     return
                 if taken is not None:
-                    receiver, message, number, header, on_sent = taken
-                    start = time.perf_counter()
-                    under_way.append((self._group.send([message], receiver, number), header, on_sent, start))
+                    receiver, message, number, header = taken
+                    under_way.append((self._group.send([message], receiver, number), header))
                 if taken is None or len(under_way) >= _AHEAD:
-                    sent, header, on_sent, start = under_way.popleft()
-                    sent.wait(PATIENCE)
-                    start, left = max(start, left), time.perf_counter()
-                    if on_sent is not None:
-                        on_sent(start, left)
-                    if header is not None:
-                        header.wait(PATIENCE)
+                    for work in under_way.popleft():
+                        if work is not None:
+                            work.wait(PATIENCE)
         except BaseException as error:
             self.stop()
             self._on_error(error)
 
-    def _take(self, *, wait: bool) -> tuple[int, torch.Tensor, int, dist.Work | None, OnSent | None] | None:
+    def _take(self, *, wait: bool) -> tuple[int, torch.Tensor, int, dist.Work | None] | None:
         """Return the next message of the next receiver that has one; ``None`` if there is none, or the thread ends."""
         with self._work:
             while True:
@@ -176,10 +159,6 @@ class SendingTurns:
                 if self._closed or not wait:
                     return None
                 self._work.wait()
-
-
-OnReply = Callable[[int, int, int, float, float], object]
-"""Called with (worker, number of the operation, bytes, start, end) of a sum that was sent, on the sending thread."""
 
 
 class _Sum:
@@ -225,14 +204,10 @@ class SummingServer:
     Args:
         group: Workers 0 to n-1, then the servers; gloo, without other use.
         own: The worker in this process, if any.
-
-    Attributes:
-        on_reply: Called for each sum that has left; may be set at any time.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], *, own: int = _NONE) -> None:
         self._ranks = ranks
-        self.on_reply: OnReply | None = None
         self._group = group
         self._workers = workers = len(ranks)
         self._own = own
@@ -388,18 +363,13 @@ class SummingServer:
         with self._lock:
             del self._sums[number]
             here, own = self._own_sums.pop(number, (None, None))
-        self._reply(total, number)
+        for worker in range(self._workers):
+            if worker != self._own:
+                self._replies.put(total, worker, number)
         if here is not None:
             here.copy_(total)
         if own is not None:
             own.end()
-
-    def _reply(self, message: torch.Tensor, number: int) -> None:
-        told = self.on_reply
-        for worker in range(self._workers):
-            if worker != self._own:
-                on_sent = None if told is None else partial(told, worker, number, message.nbytes)
-                self._replies.put(message, worker, number, on_sent=on_sent)
 
 
 def await_goodbyes(servers: Sequence[SummingServer], gone: Callable[[], bool]) -> None:

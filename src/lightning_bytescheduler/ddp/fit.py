@@ -366,7 +366,7 @@ class Fit:
     def reduction(self, number: int, *, overlaps: bool) -> Reduction:
         """Return the reduction of step ``number``."""
         kind = ShardedReduction if overlaps and self.sharded else Reduction
-        return kind(self.wire.core, self.wire.route, number, self.weight, self.record, self.codec)
+        return kind(self.wire.core, self.wire.route, number, self.weight, self.codec)
 
     def wait(self, task: CommTask) -> None:
         """Wait for ``task``, and count the time.

@@ -17,7 +17,7 @@ from typing import Literal
 from lightning_bytescheduler.checks import some_of
 from lightning_bytescheduler.collectives.push_pull import Placement
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
-from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, QUEUE, REPLY, Timeline
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, QUEUE, Timeline
 from lightning_bytescheduler.tuning.sizes import LinkEstimate
 
 _CODEC_THREADS = 2  # one encodes while the other sums and decodes
@@ -289,12 +289,6 @@ class Record:
             args = {"step": step, **({"kind": kind} if kind else {})}
             self.timeline.span("backward", COMPUTE, start, self.clock(), lane=_LANE, args=args)
 
-    def copied(self, stage: str, bucket: int, start: float, *, step: int) -> None:
-        """Record a copy of a bucket or its part, from ``start`` until now."""
-        if self.timeline is not None:
-            args = {"step": step, "task": bucket}
-            self.timeline.overlapping(f"bucket {bucket}", stage, start, self.clock(), lane=stage.upper(), args=args)
-
     def arrived(self, sub: SubCommTask) -> None:
         """Record a partition that has arrived; called by the scheduler's core."""
         plain_bytes = sub.size * sub.parent.wire_bytes
@@ -319,16 +313,6 @@ class Record:
         name, record = sub.parent.name, self.timeline.overlapping
         record(name, QUEUE, sub.ready_at, sub.started_at, lane="QUEUE", args=args)
         record(name, COMMUNICATION, sub.started_at, sub.finished_at, lane="COMMUNICATION", args=args)
-        if sub.passage is not None:
-            for stage, start, end, nbytes in sub.passage.stages(sub.finished_at):
-                told = {**args, **sub.passage.where, "bytes": nbytes}
-                record(name, stage, start, end, lane=stage.upper(), args=told)
-
-    def replied(self, worker: int, number: int, nbytes: int, start: float, end: float) -> None:
-        """Record a sum that a parameter server has sent; called on the thread that sends it."""
-        if self.timeline is not None:
-            args = {"bytes": nbytes, "operation": number}
-            self.timeline.span(f"to rank {worker}", REPLY, start, end, lane="REPLY", args=args)
 
 
 def summary_of(statistics: SchedulerStatistics, finding: str) -> str | None:

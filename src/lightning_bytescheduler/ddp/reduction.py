@@ -43,12 +43,11 @@ from lightning_bytescheduler.collectives.operations import (
     shard_of,
 )
 from lightning_bytescheduler.collectives.route import AllReduce, EncodedStart, ReadyMark
-from lightning_bytescheduler.ddp.fit_report import BEFORE_GATHERS, Record
+from lightning_bytescheduler.ddp.fit_report import BEFORE_GATHERS
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
-from lightning_bytescheduler.timeline.timeline import COPY_TO_DEVICE, COPY_TO_HOST
 
 OnEnd = Callable[[CommTask], None]
 Launch = Callable[[SubCommTask], None]
@@ -121,7 +120,6 @@ class Reduction:
         route: How parts travel.
         step: Number of the step, the same on all ranks.
         weight: This rank's weight.
-        record: Takes copies of parts that travel from host memory.
         codec: Says which buckets travel encoded.
     """
 
@@ -131,7 +129,6 @@ class Reduction:
         route: AllReduce,
         step: int,
         weight: StepWeight,
-        record: Record | None = None,
         codec: Uncompressed | None = None,
     ) -> None:
         self._codec = Uncompressed() if codec is None else codec
@@ -141,7 +138,6 @@ class Reduction:
         self.world_size = route.group.size()
         self._core = core
         self._step = step
-        self._record = Record() if record is None else record
 
     def reduce(self, bucket: GradientBucket, on_end: OnEnd | None = None) -> CommTask:
         """Average the buffer of ``bucket`` over all ranks, in place.
@@ -161,7 +157,7 @@ class Reduction:
         task = self.enqueue(
             bucket,
             buffer.numel(),
-            self._averaging(bucket, buffer, route.all_reduce, ready),
+            self._averaging(buffer, route.all_reduce, ready),
             phase=Phase.REDUCE,
             wire_bytes=route.wire_share * buffer.element_size(),
             on_end=on_end,
@@ -254,8 +250,8 @@ class Reduction:
                 gather.notify_ready()
 
         if encoded is None:
-            to_owners = self._averaging(bucket, buffer, reduce_scatter, ready)
-            to_all = self._launching(bucket, buffer, all_gather)
+            to_owners = self._averaging(buffer, reduce_scatter, ready)
+            to_all = self._launching(buffer, all_gather)
         else:
             to_owners = partial(self.route.launch_encoded, encoded.scatter)
             to_all = partial(self.route.launch_encoded, encoded.gather)
@@ -270,47 +266,36 @@ class Reduction:
         """Mark a task as ready once its data is complete and this rank's weight is known."""
         self.weight.when_known(partial(self.route.when_ready, ready, task.notify_ready))
 
-    def _averaging(
-        self, bucket: GradientBucket, buffer: torch.Tensor, operation: Averaging, ready: ReadyMark
-    ) -> Launch:
+    def _averaging(self, buffer: torch.Tensor, operation: Averaging, ready: ReadyMark) -> Launch:
         """Return :meth:`_launching` with this rank's weight, which is known when the task starts."""
         weight = self.weight
 
         def weighted(group: dist.ProcessGroup, part: torch.Tensor, number: int) -> StartedOperation:
             return operation(group, part, number, weight.factor)
 
-        return self._launching(bucket, buffer, weighted, ready)
+        return self._launching(buffer, weighted, ready)
 
-    def _launching(
-        self, bucket: GradientBucket, buffer: torch.Tensor, operation: Operation, ready: ReadyMark | None = None
-    ) -> Launch:
+    def _launching(self, buffer: torch.Tensor, operation: Operation, ready: ReadyMark | None = None) -> Launch:
         """Return what runs ``operation`` on each part of ``buffer``; see :meth:`AllReduce.launch`."""
         if self.route.copies is not None:
-            operation = self._on_copies(bucket.index, operation, self.route.copies)
+            operation = _on_copies(operation, self.route.copies)
         return partial(self.route.launch, buffer, operation, ready)
 
-    def _on_copies(self, index: int, operation: Operation, copies: HostPayloads) -> Operation:
-        """Return ``operation`` on a copy of the part in host memory, whose result is copied back."""
-        record, step = self._record, self._step
 
-        def on_copy(group: dist.ProcessGroup, part: torch.Tensor, number: int) -> StartedOperation:
-            start = record.clock()
+def _on_copies(operation: Operation, copies: HostPayloads) -> Operation:
+    """Return ``operation`` on a copy of the part in host memory, whose result is copied back."""
+
+    def on_copy(group: dist.ProcessGroup, part: torch.Tensor, number: int) -> StartedOperation:
+        with copies.working():
+            there = copies.to_host(part)
+
+        def put_back() -> None:
             with copies.working():
-                there = copies.to_host(part)
-            record.copied(COPY_TO_HOST, index, start, step=step)
-            started = operation(group, there, number)
+                copies.bring_back(there, part)
 
-            def put_back() -> None:
-                start = record.clock()
-                if started.passage is not None:
-                    started.passage.came = started.passage.came or start
-                with copies.working():
-                    copies.bring_back(there, part)
-                record.copied(COPY_TO_DEVICE, index, start, step=step)
+        return ending_with(operation(group, there, number), put_back)
 
-            return ending_with(started, put_back)
-
-        return on_copy
+    return on_copy
 
 
 class ShardedReduction(Reduction):

@@ -322,8 +322,6 @@ class Wire:
             debug=options.debug,
         )
         self.route = self._chosen_route(device)
-        if servers is not None and record.timeline is not None:
-            servers.push_pull.watch_replies(record.replied)
         self._order.start(self.core.update_order)
         self._routing = self.route.routing = self._ordered(device)
         self._turns = InterpreterTurns()

@@ -21,7 +21,7 @@ import enum
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from lightning_bytescheduler.checks import require_size
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, TaskStateError
@@ -62,7 +62,6 @@ class SubCommTask:
         encoded_bytes: Bytes sent, if they differ from the task's ``wire_bytes``; for accounting, set by the sender.
         lane: Its lane, see ``LaneChoice``; chosen by the deciding rank and sent to the others.
         charge: What it takes of the credit: its size, or less if its task has larger parts.
-        passage: Its way through a parameter server, if any; set by the sender, for timelines.
     """
 
     __slots__ = (
@@ -74,7 +73,6 @@ class SubCommTask:
         "lane",
         "offset",
         "parent",
-        "passage",
         "ready_at",
         "size",
         "started_at",
@@ -92,7 +90,6 @@ class SubCommTask:
         self.finished_at = 0.0
         self.encoded_bytes: int | None = None
         self.lane = 0
-        self.passage: Any = None
         self.charge = size if parent.takes_credit else 0
         self._claimed = False  # chosen to be sent next, not launched yet
 
