@@ -212,10 +212,10 @@ def measure_step(
             unused=tuple(name for name in parameters if all(name not in step.gradient for step in watch.watched)),
             synchronised_because=(
                 *optimizer_reasons(optimizers),
-                *precision_reasons(plugin, optimizers),
+                *precision_reasons(plugin),
                 *model_reasons(trained),
             ),
-            norm_needed_by=norm_needed_by(trained, plugin),
+            norm_needed_by=norm_needed_by(trained),
         )
 
 
