@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -156,16 +156,14 @@ class _Looks(Callback):
             self.seen = {"partition_size": core.partition_size, "credit": core.credit}
 
 
-def watch(rank: int, path: str, mode: Any, profiled: bool) -> dict[str, Any]:
-    """Fits with a timeline, metrics of all steps and perhaps a profiler; returns what metrics, lines and that say."""
+def watch(rank: int, path: str, mode: Any) -> dict[str, Any]:
+    """Fits with a timeline and metrics of all steps; returns what metrics and lines say."""
     trainer = trainer_with(rank, ByteSchedulerStrategy(**SIZES, mode=mode, timeline=path), log_every_n_steps=_STEPS)
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    with said() as lines, profiler if profiled else nullcontext():
+    with said() as lines:
         trainer.fit(Tower())
     return {
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "lines": lines,
-        "profiled": {event.name for event in profiler.events() or ()} if profiled else set(),
     }
 
 

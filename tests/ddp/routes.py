@@ -31,7 +31,7 @@ def idle_wire(core: Any, **besides: Any) -> Any:
     return SimpleNamespace(
         core=core,
         route=idle_route(routing=None, **besides),
-        groups=SimpleNamespace(sparse=None, counts=None),
+        groups=SimpleNamespace(counts=None),
         timeout=5.0,
         servers=None,
         record=Record(),

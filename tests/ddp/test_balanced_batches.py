@@ -155,9 +155,8 @@ def test_shares_follow_pace_and_every_sample_is_used_once(paced: list[Seen]) -> 
     found = paced
     for seen in found:
         assert not seen.error
-        assert "batches of 16 samples, by rank (4, 12), which saves 1.2e+04 ms a step" in seen.plan
+        assert "batches of 16 samples, by rank (4, 12)" in seen.plan
         assert seen.metrics["bytescheduler/share_of_rank_0"] == 4
-        assert seen.metrics["bytescheduler/waiting_saved_ms"] == pytest.approx(12_000)
         assert seen.changes == 1
     sizes = [[len(batch) for batch in seen.batches[0]] for seen in found]
     assert sizes[0][0] == sizes[1][0] == 8

@@ -25,7 +25,7 @@ _METRICS = {
 def watched(two_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """An overlapped fit: where its timelines are, and what each rank saw of it."""
     path = tmp_path_factory.mktemp("watched") / "trace.json"
-    return path, two_ranks.run(fits.watch, path=str(path), mode="overlapped", profiled=True)
+    return path, two_ranks.run(fits.watch, path=str(path), mode="overlapped")
 
 
 def test_metrics_are_logged(watched: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -91,7 +91,7 @@ def test_how_long_training_waits_is_one_number(watched: tuple[Path, list[dict[st
 
 def test_how_long_training_waits_in_steps_as_ddps_is_one_number(two_ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    waits(path, two_ranks.run(fits.watch, path=str(path), mode="ddp", profiled=False)[0])
+    waits(path, two_ranks.run(fits.watch, path=str(path), mode="ddp")[0])
 
 
 def test_the_timeline_of_a_failed_fit_is_complete(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -99,11 +99,6 @@ def test_the_timeline_of_a_failed_fit_is_complete(two_ranks: RankPool, tmp_path:
     assert all("boom" in error for error in errors)
     for name in ("trace.json", "trace.rank1.json"):
         assert read_timeline(tmp_path / name).summary().steps >= 5
-
-
-def test_the_profiler_sees_deferred_steps(watched: tuple[Path, list[dict[str, Any]]]) -> None:
-    for seen in watched[1]:
-        assert any(name.startswith("bytescheduler::deferred step bucket") for name in seen["profiled"])
 
 
 def test_an_argument_beats_the_variable_and_nothing_outlives_the_fit(two_ranks: RankPool) -> None:

@@ -10,15 +10,14 @@ and its all-to-all is slower than the link. On NCCL the native ones are used. Ea
 Every operation is started under the core's launching lock, in one order on all ranks. So a running number matches an
 operation's messages on all of them.
 
-The module also has two calls on groups that torch does not know by name, waits for a training thread, and names for a
-profiler.
+The module also has two calls on groups that torch does not know by name, and waits for a training thread.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -31,16 +30,6 @@ PATIENCE = timedelta(days=30)
 a shorter one."""
 
 _LOOK_AGAIN_S = 0.002
-
-
-@contextmanager
-def profiled(name: str) -> Iterator[None]:
-    """Show the work inside under ``name`` if ``torch.profiler`` is running; costs nothing otherwise."""
-    if torch.autograd.profiler._is_profiler_enabled:
-        with torch.autograd.profiler.record_function(name):
-            yield
-    else:
-        yield
 
 
 def broadcast_from_first(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:

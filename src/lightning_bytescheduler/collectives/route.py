@@ -36,7 +36,6 @@ from lightning_bytescheduler.collectives.operations import (
     StartedOperation,
     all_reduce,
     all_reduce_in_shards,
-    profiled,
 )
 from lightning_bytescheduler.collectives.push_pull import PushPull
 from lightning_bytescheduler.collectives.routing_group import RoutingGroup
@@ -124,8 +123,7 @@ class AllReduce:
             sub_task: Notified when the result has arrived.
         """
         part = buffer[sub_task.offset : sub_task.offset + sub_task.size]
-        with profiled(f"bytescheduler::start {sub_task.name}"):
-            self.send(part, sub_task, operation, ready)
+        self.send(part, sub_task, operation, ready)
 
     def send(
         self, part: torch.Tensor, sub_task: SubCommTask, operation: Operation, ready: ReadyMark | None = None
@@ -145,8 +143,7 @@ class AllReduce:
             place.fill(None)  # also where the work has not begun: others wait behind it
             sub_task.fail(self._on_error(naming(sub_task, error)))
 
-        with profiled(f"bytescheduler::start {sub_task.name}"):
-            self._codec.put(partial(_encode, partial(start, group, sub_task, self._started), place), fail)
+        self._codec.put(partial(_encode, partial(start, group, sub_task, self._started), place), fail)
 
     # ------------------------------------------------------------------ results
 

@@ -209,19 +209,11 @@ class Balance:
         """Shares of the batch that was asked for last."""
         return next(shares for first, shares in reversed(self._from) if first <= self._asked)
 
-    @property
-    def saved_ms(self) -> float | None:
-        """Milliseconds that present shares save per step against equal ones; ``None`` while paces are unknown."""
-        paces = self._known_paces()
-        return None if paces is None else 1e3 * (_longest(self._equal, paces) - _longest(self.present, paces))
-
     def metrics(self) -> dict[str, float]:
         """Return the values to log; empty if shares cannot change."""
         if not self.follows_pace:
             return {}
-        shares = {f"bytescheduler/share_of_rank_{rank}": float(share) for rank, share in enumerate(self.present)}
-        saved = self.saved_ms
-        return shares if saved is None else {**shares, "bytescheduler/waiting_saved_ms": saved}
+        return {f"bytescheduler/share_of_rank_{rank}": float(share) for rank, share in enumerate(self.present)}
 
 
 def _longest(shares: Sequence[int], paces: Sequence[float]) -> float:

@@ -53,7 +53,6 @@ from lightning_bytescheduler.collectives.operations import (
     all_reduce_in_shards,
     ending_with,
     others_of,
-    profiled,
     scale,
     shard_of,
 )
@@ -556,15 +555,14 @@ class GradientCompression(Uncompressed):
     @contextmanager
     def working(self, what: str, sub_task: SubCommTask) -> Iterator[None]:
         """Time a codec's work for a part."""
-        name, record = f"{what} {sub_task.name}", self._record
-        with profiled(f"bytescheduler::{name}"):
-            start = record.clock()
-            try:
-                yield
-            finally:
-                now = record.span(name, CODEC, start, step=sub_task.parent.key.step)
-                with self._lock:
-                    record.statistics.codec_s += now - start
+        record = self._record
+        start = record.clock()
+        try:
+            yield
+        finally:
+            now = record.span(f"{what} {sub_task.name}", CODEC, start, step=sub_task.parent.key.step)
+            with self._lock:
+                record.statistics.codec_s += now - start
 
 
 def has_no_gradient(parameter: nn.Parameter) -> bool:

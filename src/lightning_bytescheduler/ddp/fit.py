@@ -46,7 +46,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange
-from lightning_bytescheduler.collectives.operations import profiled
 from lightning_bytescheduler.ddp.ddp_arguments import refuse_join, refuse_steps_in_backward
 from lightning_bytescheduler.ddp.entry_points import watch_entry_points
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
@@ -381,8 +380,7 @@ class Fit:
         start = record.clock()
         progress.waiting = True
         try:
-            with profiled(f"bytescheduler::gate {task.name}"):
-                self.wire.route.join(task, self.wire.timeout)
+            self.wire.route.join(task, self.wire.timeout)
         finally:
             progress.waiting = False
         waited = record.waited(f"gate {task.name}", GATE, start, step=task.key.step)

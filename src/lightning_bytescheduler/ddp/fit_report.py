@@ -66,7 +66,6 @@ class OverlapPlan:
             NumPy array, another process. They are updated in the step itself. Memory of their own (``p.data =
             p.data.clone()`` before the fit) keeps the overlap.
         batch_shares: Samples of a batch on each rank at present, if batches are balanced.
-        waiting_saved_ms: Milliseconds that these shares save per step against equal ones; ``None`` if unknown.
         weighting: ``"samples"`` if gradients are weighted by samples, ``"ranks"`` if weights are equal.
         compressed: The codec by name of the parameter; empty without compression.
         compression_ratio: How many times fewer bytes travel for all gradients.
@@ -89,7 +88,6 @@ class OverlapPlan:
     whole_steps: Mapping[str, int] = field(default_factory=dict)
     held_elsewhere: tuple[str, ...] = ()
     batch_shares: tuple[int, ...] = ()
-    waiting_saved_ms: float | None = None
     weighting: str = "ranks"
     compressed: Mapping[str, str] = field(default_factory=dict)
     compression_ratio: float = 1.0
@@ -153,8 +151,7 @@ class OverlapPlan:
         if self.weighting == "samples":
             lines.append(_BY_SAMPLES)
         if self.batch_shares:
-            saved = "" if self.waiting_saved_ms is None else f", which saves {self.waiting_saved_ms:.3g} ms a step"
-            lines.append(f"batches of {sum(self.batch_shares)} samples, by rank {self.batch_shares}{saved}")
+            lines.append(f"batches of {sum(self.batch_shares)} samples, by rank {self.batch_shares}")
         if self.compressed:
             lines.append(self._compressed())
         if self.placement is not None and self.placement.grouping:

@@ -60,7 +60,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.device_streams import ReadyMark
-from lightning_bytescheduler.collectives.operations import profiled, wait_unless
+from lightning_bytescheduler.collectives.operations import wait_unless
 from lightning_bytescheduler.ddp.deferred_optimizer import (
     DueStep,
     ParameterGradient,
@@ -224,10 +224,8 @@ class BucketUpdate:
             return
         fit, transforms = self.step.fit, self.step.transforms
         start = fit.record.clock()
-        with (
-            profiled(f"bytescheduler::deferred step bucket {self.bucket.index}"),
-            plain_mode(fit.device, due.default_dtype, for_all_threads=get_ident() == fit.record.training_thread),
-        ):
+        trains = get_ident() == fit.record.training_thread
+        with plain_mode(fit.device, due.default_dtype, for_all_threads=trains):
             transforms.apply(self.bucket)
             step_partially(due, self.chosen)
         fit.record.statistics.deferred_step_s += fit.record.clock() - start

@@ -235,7 +235,7 @@ class ByteSchedulerStrategy(RankStrategy):
         (plan, _), shares = self._so_far(), self._sharing.balance
         if plan is None or shares is None:
             return plan
-        return replace(plan, batch_shares=shares.present, waiting_saved_ms=shares.saved_ms)
+        return replace(plan, batch_shares=shares.present)
 
     def outcome(self) -> tuple[OverlapPlan | None, SchedulerStatistics | None]:
         """See RankStrategy."""
@@ -467,9 +467,7 @@ class SchedulerHooks(pl.Callback):
     (the part of it spent at gates in the forward pass), ``bytescheduler/megabytes_sent`` and
     ``bytescheduler/deferred_share`` (1 if every update crossed the step boundary, 0 if the steps were synchronised).
     With compression also ``bytescheduler/compression_ratio`` (how many times fewer bytes were sent) and
-    ``bytescheduler/codec_ms``. With balanced
-    batches also ``bytescheduler/share_of_rank_<k>`` (samples) and ``bytescheduler/waiting_saved_ms`` (time that a step
-    would be longer with equal shares).
+    ``bytescheduler/codec_ms``. With balanced batches also ``bytescheduler/share_of_rank_<k>`` (samples).
 
     Args:
         strategy: The strategy.

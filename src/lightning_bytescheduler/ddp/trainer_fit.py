@@ -81,9 +81,13 @@ class TrainerFit(DecidedFit):
             rules.check_patterns(names_that_count(module))
         in_shards = bool(norm_needed_by(module))
         wire = open_wire(module, strategy, options, board, routed=True, in_shards=in_shards)
-        codec = None if rules is None else _codec(rules, module, strategy, wire)
-        counter = None if options.counter is None else options.counter(wire.groups.rank)
-        fit = cls(strategy, options, wire, parameters, codec=codec, counter=counter)
+        try:
+            codec = None if rules is None else _codec(rules, module, strategy, wire)
+            counter = None if options.counter is None else options.counter(wire.groups.rank)
+            fit = cls(strategy, options, wire, parameters, codec=codec, counter=counter)
+        except BaseException:
+            wire.abandon()
+            raise
         strategy._ddp_kwargs.update(fit.bucket_cap_mb)
         fit._known = set(map(id, parameters))
         if codec is not None:

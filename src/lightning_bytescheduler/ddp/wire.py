@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -424,6 +425,15 @@ class Wire:
             lambda: self.route.stop(STOP_S),
             self._turns.end,
         ]
+
+    def abandon(self) -> None:
+        """End everything, as the fit has failed before it began; bounded."""
+        parts = self.closing(failed=True, idle=lambda: False, exchanges=lambda: None)
+        if self.record.timeline is not None:
+            parts.append(self.record.timeline.close)
+        for part in parts:
+            with suppress(Exception):  # the failure of the fit counts
+                part()
 
     def _close_order(self, failed: bool) -> None:
         timeout = _MOMENT_S if failed else self.timeout
