@@ -16,8 +16,7 @@ def test_a_synchronised_plan_says_why() -> None:
         "steps are synchronised, because there are 2 optimizers (use one); it is manual (do not)."
     )
     assert repr(plan) == (
-        "OverlapPlan(\n  steps: synchronised\n  because there are 2 optimizers (use one)\n"
-        "  because it is manual (do not)\n)"
+        "OverlapPlan(\n  steps are synchronised, because there are 2 optimizers (use one)\n  it is manual (do not)\n)"
     )
 
 
@@ -34,9 +33,9 @@ def test_an_overlapped_plan_says_how() -> None:
     assert "reduce-scatter, norm, all-gather for gradient norm clipping" in plan.summary()
     assert "'a', 'b', 'c' and 2 more updated early" in plan.summary()
     assert repr(plan).splitlines()[1:6] == [
-        "  steps: overlapped, except the first",
-        "  gradients: reduce-scatter, norm, all-gather (for gradient norm clipping)",
-        "  updated early: 'a', 'b', 'c' and 2 more",
+        "  steps overlap: gradients travel under the backward and the next forward pass",
+        "  reduce-scatter, norm, all-gather for gradient norm clipping",
+        "  'a', 'b', 'c' and 2 more updated early, as reads of them cannot be seen",
         "  waited for by EMA.on_train_batch_end in 7 steps",
         "  all updated at once for torch.jit.trace, 2 times",
     ]
@@ -57,7 +56,9 @@ def test_on_one_rank_there_is_nothing_to_schedule() -> None:
 
 def test_steps_that_cannot_overlap_are_ddps_for_good() -> None:
     plan = OverlapPlan(steps="synchronised", as_ddp=True, reasons=("it is manual (do not)",))
-    assert repr(plan) == "OverlapPlan(\n  steps: synchronised, as DDP takes them\n  because it is manual (do not)\n)"
+    assert repr(plan) == (
+        "OverlapPlan(\n  steps are synchronised, and taken as DDP takes them, because it is manual (do not)\n)"
+    )
 
 
 def test_lightnings_stand_in_is_no_optimizer() -> None:
@@ -69,7 +70,7 @@ def test_lightnings_stand_in_is_no_optimizer() -> None:
 def test_steps_taken_as_ddps() -> None:
     plan = OverlapPlan(steps="overlapped", as_ddp=True)
     assert plan.summary() == "steps are taken as DDP takes them."
-    assert "steps: as DDP takes them, at present" in repr(plan)
+    assert repr(plan) == "OverlapPlan(\n  steps are taken as DDP takes them\n)"
 
 
 def test_what_has_come_to_pass_is_told() -> None:
@@ -96,8 +97,8 @@ def test_a_plan_says_what_was_measured() -> None:
         "steps are taken as DDP takes them, because synchronised steps are fastest so far (34.9 against 37.2 ms)."
     )
     assert repr(plan) == (
-        "OverlapPlan(\n  steps: as DDP takes them, at present\n"
-        "  because synchronised steps are fastest so far (34.9 against 37.2 ms)\n)"
+        "OverlapPlan(\n  steps are taken as DDP takes them, because synchronised steps are fastest so far "
+        "(34.9 against 37.2 ms)\n)"
     ), "and nothing of how gradients would travel"
     plan = OverlapPlan(steps="synchronised", as_ddp=True, reasons=("it is manual (do not)",))
     assert plan.summary() == "steps are synchronised, and taken as DDP takes them, because it is manual (do not)."

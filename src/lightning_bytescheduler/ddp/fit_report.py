@@ -123,45 +123,21 @@ class OverlapPlan:
         return "synchronised" if self.compressed else "as DDP takes them"
 
     def _besides(self) -> str:
-        return (f"; {_BY_SAMPLES}" if self.weighting == "samples" else "") + self._compressed("; ")
-
-    def _compressed(self, before: str = "") -> str:
-        if not self.compressed:
-            return ""
-        counts = Counter(self.compressed.values())
-        what = " and ".join(f"{count} tensors in {codec}" for codec, count in counts.most_common())
-        return f"{before}compressed with error feedback: {what}, {self.compression_ratio:.3g} times fewer bytes"
+        line = f"; {_BY_SAMPLES}" if self.weighting == "samples" else ""
+        if self.compressed:
+            counts = Counter(self.compressed.values())
+            what = " and ".join(f"{count} tensors in {codec}" for codec, count in counts.most_common())
+            line += f"; compressed with error feedback: {what}, {self.compression_ratio:.3g} times fewer bytes"
+        return line
 
     def __repr__(self) -> str:
-        if self.reasons == (ONE_RANK,):
-            return f"OverlapPlan(\n  {ONE_RANK}\n)"
-        if self.overlapped:
-            lines = [f"steps: {f'{self._as_ddp}, at present' if self.as_ddp else 'overlapped, except the first'}"]
-        else:
-            lines = [f"steps: synchronised{', as DDP takes them' if self.as_ddp and not self.compressed else ''}"]
-        lines += [f"because {reason}" for reason in self.reasons]
-        if self.pace:
-            lines.append(f"because {self.pace}")
-        if self.overlapped and not self.as_ddp:
-            lines.append(
-                f"gradients: {'all-reduce' if self.placement is None else 'push and pull'}"
-                if self.gradients == "all-reduce"
-                else f"gradients: reduce-scatter, norm, all-gather (for {' and '.join(self.norm_needed_by)})"
-            )
-        if self.weighting == "samples":
-            lines.append(_BY_SAMPLES)
+        lines = self.summary().removesuffix(".").split("; ")
         if self.batch_shares:
             lines.append(f"batches of {sum(self.batch_shares)} samples, by rank {self.batch_shares}")
-        if self.compressed:
-            lines.append(self._compressed())
         if self.placement is not None and self.placement.grouping:
             lines.append(self.placement.grouping)
         if self.placement is not None and any(self.placement.bytes_per_server):
             lines += str(self.placement).splitlines()
-        if self.gated_at_start:
-            lines.append(f"updated early: {some_of(self.gated_at_start)}")
-        if self.held_elsewhere:
-            lines.append(f"{some_of(self.held_elsewhere)} {_HELD}")
         if self.overlapped and self.deferred_share is not None and (self.deferred_share or not self.as_ddp):
             lines.append(f"so far {self.deferred_share:.0%} of the updates crossed the step boundary")
         lines += [f"{steps} steps were taken whole, because {why}" for why, steps in self.whole_steps.items()]
