@@ -18,6 +18,7 @@ from tests.parity.factors import Combination
 from tests.parity.matrix import check
 from tests.parity.observers import sums
 from tests.parity.test_parameter_servers import PS
+from tests.support.cases import cases
 from tests.support.fit import SIZES, Recipe, Run
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool

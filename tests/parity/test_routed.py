@@ -92,8 +92,10 @@ def _closes(trainer: Trainer, model: Any) -> None:
 @pytest.mark.parametrize(
     ("mode", "trainer"),
     [
-        ("overlapped", {}),
-        ("overlapped", {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}),
+        pytest.param("overlapped", {}, marks=pytest.mark.slow),
+        pytest.param(
+            "overlapped", {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, marks=pytest.mark.slow
+        ),
         ("overlapped", {"accumulate_grad_batches": 2}),
         ("ddp", {}),
         pytest.param("auto", {}, marks=pytest.mark.slow),

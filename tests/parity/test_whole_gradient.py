@@ -113,6 +113,7 @@ def test_fp16_loss_scaling(two_ranks: RankPool, trainer: dict[str, Any]) -> None
     assert "fp16 loss scaling looks at all gradients before a step" in ours[0].plan.summary()
 
 
+@pytest.mark.slow
 def test_accumulation_and_schedules(two_ranks: RankPool) -> None:
     trainer = {**NORM, "accumulate_grad_batches": 2}
     recipe = Recipe(model=partial(Tower, schedule=_halving), trainer=trainer)
