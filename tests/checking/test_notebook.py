@@ -109,6 +109,7 @@ class Sleeps(Callback):
         threading.Event().wait(600.0)
 
 
+@pytest.mark.slow
 def test_what_hangs_is_ended() -> None:
     report = check(Trainer(**BARE, callbacks=Sleeps()), Tower(depth=1), steps=3, timeout=1, progress=False)
     assert report.verdict == "unchecked"

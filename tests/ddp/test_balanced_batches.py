@@ -202,6 +202,7 @@ def test_an_epoch_is_resumed_under_other_shares(two_ranks: RankPool, tmp_path: P
     assert sorted(first + rest) == list(range(480))
 
 
+@pytest.mark.slow
 def test_an_epoch_goes_on_with_another_number_of_ranks(
     two_ranks: RankPool, three_ranks: RankPool, tmp_path: Path
 ) -> None:

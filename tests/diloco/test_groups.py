@@ -192,7 +192,8 @@ def fit_in_groups_or_not(rank: int, *, groups: bool, **arguments: Any) -> Result
     return fit_diloco(rank, options=options, **arguments)
 
 
-@pytest.mark.parametrize("groups", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [True, False])
 def test_training_goes_on_with_and_without_groups(groups: bool, diloco_four_ranks: RankPool, tmp_path: Path) -> None:
     folder = str(tmp_path / "kept")
     arguments: dict[str, Any] = {

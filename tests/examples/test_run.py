@@ -172,6 +172,7 @@ def test_diloco(nursery: Nursery, tmp_path: Path) -> None:
     assert (tmp_path / "rounds.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_coordinator(nursery: Nursery, tmp_path: Path) -> None:
     """Three terminals: a coordinator and two workers."""
     rounds = ["--samples-per-round=64", "--outer-steps=2", "--wire-dtype=bf16", "--start-workers=2"]

@@ -22,9 +22,10 @@ def weights_after(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) ->
     return {n: torch.load(folder / f"{n}.ckpt", weights_only=True)["state_dict"] for n in steps}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "failed", "step"),
-    [pytest.param("backward", 0, 2, marks=pytest.mark.slow), ("on_train_batch_end", 1, 3)],
+    [("backward", 0, 2), ("on_train_batch_end", 1, 3)],
 )
 def test_a_checkpoint_on_exception_has_every_update(
     place: str, failed: int, step: int, nursery: Nursery, tmp_path: Path, weights_after: dict[int, Any]

@@ -20,6 +20,7 @@ def test_an_exception_ends_all_ranks(nursery: Nursery, tmp_path: Path) -> None:
         check_end(ranks, failed=rank, says=f"Rank {rank} failed: ValueError: boom")
 
 
+@pytest.mark.slow
 def test_a_failure_in_mid_communication_ends_all_ranks(nursery: Nursery, tmp_path: Path) -> None:
     options = {**CLIP, "where": "sending", "pause": 0.05}
     killed = Scenario(world_size=3, options={**options, "kind": "SIGKILL", "ranks": [1]})

@@ -123,9 +123,8 @@ class PrunesLayers(ModelPruning):
         )
 
 
-@pytest.mark.parametrize(
-    "lottery", [pytest.param(False, id="pruned"), pytest.param(True, id="rewound", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("lottery", [False, True], ids=["pruned", "rewound"])
 def test_pruning(two_ranks: RankPool, lottery: bool) -> None:
     """Weights are computed from parameters and masks from the first epoch's end on; some go back to their start."""
     recipe = Recipe(model=model, steps=-1, callbacks=(partial(PrunesLayers, lottery=lottery),), trainer=EPOCHS)

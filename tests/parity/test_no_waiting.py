@@ -223,6 +223,7 @@ def fail_and_speak(trainer: Trainer, module: Any, folder: Path) -> None:
     module.notes.append(trainer.strategy.broadcast(trainer.global_rank))
 
 
+@pytest.mark.slow
 def test_what_one_rank_expects_of_a_batch_meets_nothing_else(two_ranks: RankPool, tmp_path: Path) -> None:
     """It has begun a batch that the first rank never will: then they speak with each other, after the fit."""
     recipe = Recipe(
