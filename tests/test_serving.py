@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import logging
 import socket
 import ssl
 import threading
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +25,7 @@ from lightning_bytescheduler.serving import (
     read_token,
     require_token,
 )
+from tests.support.certificates import make_certificate
 from tests.support.waiting import WAIT
 
 aiohttp = pytest.importorskip("aiohttp")
@@ -35,13 +36,10 @@ SECRET = "sesame-9f31"
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
-    from lightning_bytescheduler.coordinator.certificates import make_certificates
-
     place = tmp_path_factory.mktemp("certificates")
-    long_ago = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=30)
-    make_certificates(place, clients=["anna"])
-    make_certificates(place, clients=["old"], days=1, now=long_ago)
-    make_certificates(place / "foreign", clients=["eve"])
+    made = {name: make_certificate(place, name, is_old=name == "old") for name in ("server", "anna", "old", "eve")}
+    known = (Path(made[name].file).read_text() for name in ("anna", "old"))
+    (place / "clients.pem").write_text("".join(known))
     return place
 
 
@@ -106,28 +104,25 @@ def test_a_token_lets_in_and_nothing_like_it(caplog):
 
 
 def test_tls_and_certificates_of_clients(certificates):
-    authority = str(certificates / "ca.pem")
+    authority, clients = str(certificates / "server.pem"), str(certificates / "clients.pem")
 
-    def client(place, name):
-        return client_tls(
-            authority=authority,
-            certificate=str(place / f"client-{name}.pem"),
-            key=str(place / f"client-{name}.key"),
-        )
+    def client(name):
+        file, key = (str(certificates / f"{name}.{kind}") for kind in ("pem", "key"))
+        return client_tls(authority=authority, certificate=file, key=key)
 
     async def attempt():
-        async with served(access(certificates, client_authority=authority)) as (port, _, reached):
-            assert await ask(port, tls=client(certificates, "anna"), headers=RIGHT) == (200, "ok")
+        async with served(access(certificates, client_authority=clients)) as (port, _, reached):
+            assert await ask(port, tls=client("anna"), headers=RIGHT) == (200, "ok")
             for tls in (
                 client_tls(authority=authority),
-                client(certificates, "old"),
-                client(certificates / "foreign", "eve"),
+                client("old"),
+                client("eve"),
                 None,
             ):
                 with pytest.raises(aiohttp.ClientError):
                     await ask(port, tls=tls, headers=RIGHT)
             # A certificate alone is not enough.
-            assert (await ask(port, tls=client(certificates, "anna")))[0] == 401
+            assert (await ask(port, tls=client("anna")))[0] == 401
             assert reached == ["/"]
 
     asyncio.run(attempt())
@@ -137,8 +132,8 @@ def test_a_client_refuses_a_server_that_it_does_not_know_or_an_old_tls(certifica
     async def attempt():
         async with served(access(certificates)) as (port, _, reached):
             with pytest.raises(aiohttp.ClientConnectorCertificateError):
-                await ask(port, tls=client_tls(authority=str(certificates / "foreign" / "ca.pem")), headers=RIGHT)
-            old = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+                await ask(port, tls=client_tls(authority=str(certificates / "eve.pem")), headers=RIGHT)
+            old = ssl.create_default_context(cafile=str(certificates / "server.pem"))
             with pytest.warns(DeprecationWarning, match="TLSv1_1"):
                 old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
             with pytest.raises(aiohttp.ClientError):

@@ -299,10 +299,4 @@ _COMMANDS = {
         "--master-addr node0 --master-port 29500",
         "collectives.server_meeting",
     ),
-    "certificates": _Command(
-        "make certificates for a coordinator and its workers",
-        "Make an authority for development, a server certificate that it signs, and some for clients.",
-        "certs --host coordinator.example.org --client anna",
-        "coordinator.certificates",
-    ),
 }

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_bytescheduler.coordinator.certificates import make_certificates
 from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.diloco import coordinator_client
@@ -25,6 +24,7 @@ from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, Ra
 from lightning_bytescheduler.serving import ServerAccess
 from tests.diloco.coordinated_fits import coordinator_options
 from tests.diloco.coordinated_workers import Link, ThreadWorker, until
+from tests.support.certificates import Certificate, make_certificate
 
 
 @pytest.fixture
@@ -286,25 +286,22 @@ def test_with_tls_a_worker_knows_the_coordinator_and_is_known(
     serve: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator_client, "_QUIET_S", 0.0)
-    made = make_certificates(tmp_path / "own", clients=["anna"])
-    stranger = make_certificates(tmp_path / "other", clients=["eve"])
-    assert made.server is not None
-    certificate, key = map(str, made.server)
-    access = ServerAccess(certificate=certificate, key=key, client_authority=str(made.authority))
+    own, anna, eve = (make_certificate(tmp_path, name) for name in ("server", "anna", "eve"))
+    access = ServerAccess(certificate=own.file, key=own.key, client_authority=anna.file)
     server = serve(inner_steps=5, outer_steps=2, access=access)
 
-    def worker(authority: Any, files: tuple[Any, Any] | None, **given: Any) -> ThreadWorker:
-        own = {} if files is None else {"certificate": str(files[0]), "key": str(files[1])}
-        return ThreadWorker(server.url, "worker", authority=str(authority), **own, **given)
+    def worker(authority: Certificate, files: Certificate | None, **given: Any) -> ThreadWorker:
+        tls = {} if files is None else {"certificate": files.file, "key": files.key}
+        return ThreadWorker(server.url, "worker", authority=authority.file, **tls, **given)
 
     with pytest.raises(CoordinatorError, match=r"certificate"):
-        worker(stranger.authority, made.clients["anna"]).checked()
-    for files in (None, stranger.clients["eve"]):
+        worker(eve, anna).checked()
+    for files in (None, eve):
         with pytest.raises((CoordinatorError, SchedulerTimeoutError), match=r"certificate that it knows|, if it asks"):
-            worker(made.authority, files, timeout=5.0).checked()
+            worker(own, files, timeout=5.0).checked()
         assert "It may ask for a certificate that it knows" in caplog.text  # long before the timeout of a real run
         caplog.clear()
-    assert worker(made.authority, made.clients["anna"]).checked().version == 2
+    assert worker(own, anna).checked().version == 2
     assert "certificate" not in caplog.text
 
 

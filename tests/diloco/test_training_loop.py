@@ -57,6 +57,17 @@ def test_an_epoch_that_a_limit_cuts_steps_no_schedule(limit: str) -> None:
     loop.update_lr_schedulers.assert_not_called()
 
 
+@pytest.mark.parametrize("limit", ["max_steps", "the rounds"])
+def test_an_epoch_that_a_limit_cuts_steps_no_schedule(limit: str) -> None:
+    boundaries, loop, session = restarted(batches=3, is_over=False)
+    if limit == "max_steps":
+        boundaries.trainer.fit_loop.max_steps = 3  # type: ignore[attr-defined]
+    else:
+        session.over = True
+    boundaries.before_epoch_end()
+    loop.update_lr_schedulers.assert_not_called()
+
+
 @pytest.mark.parametrize("is_over", [True, False])
 def test_nothing_is_paused_for_what_lightning_asks_before_the_first_batch_of_a_restart(is_over: bool) -> None:
     boundaries, _, session = restarted(batches=3, is_over=is_over)

@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader
 import lightning_bytescheduler
 from lightning_bytescheduler.cli import main
 from tests.docs.pages import DOCS, PAGES, REPOSITORY, Block, Page
+from tests.support.certificates import make_certificate
 
 # Lightning's own use of the parser, not ours.
 pytestmark = pytest.mark.filterwarnings(r"ignore:[\s\S]*JSONARGPARSE_DEPRECATION_WARNINGS")
@@ -67,11 +68,11 @@ def test_each_block_is_of_a_kind_that_is_checked() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
-    """A working directory with slices of text, a token and certificates."""
+    """A working directory with slices of text, a token and a certificate."""
     monkeypatch.chdir(tmp_path)
     Path("token").write_text("secret")
     Path("token").chmod(0o600)
-    assert main(["certificates", "certs", "--host", "coordinator.example.org"]) == 0
+    make_certificate(tmp_path, "server")
     Path("lines.txt").write_text("".join(f"line {number}\n" for number in range(200)))
     assert main(["slices", "make", "lines.txt", "data/slices"]) == 0
     return tmp_path

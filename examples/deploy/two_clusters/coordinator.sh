@@ -6,17 +6,24 @@ set -euo pipefail
 HOST=${1:?name under which both clusters reach this host, such as coordinator.example.org}
 
 umask 077
-if [ ! -e certs ]; then
-  lightning-bytescheduler certificates certs --host "$HOST" --client cluster-a --client cluster-b
+sign() {
+  openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 365 -subj "/CN=$1" \
+    -addext "subjectAltName=DNS:$HOST" -keyout "$1.key" -out "$1.pem"
+}
+if [ ! -e clients.pem ]; then
+  sign server
+  sign cluster-a
+  sign cluster-b
+  cat cluster-a.pem cluster-b.pem > clients.pem
 fi
 if [ ! -e token ]; then
   head -c 32 /dev/urandom | base64 > token
 fi
-echo "Copy certs/ca.pem, token, and certs/client-cluster-a.* or certs/client-cluster-b.* to each cluster, and no other file."
+echo "Copy server.pem, token, and cluster-a.* or cluster-b.* to each cluster, and no other file."
 
 exec lightning-bytescheduler coordinator \
   --bind 0.0.0.0:7077 \
   --state state \
-  --tls certs/server.pem certs/server.key certs/ca.pem --token-file token \
+  --tls server.pem server.key clients.pem --token-file token \
   --samples-per-round 262144 --wire-dtype int8 \
   --quorum 0.5 --grace-s auto --lease-s 120

@@ -10,13 +10,13 @@ BYTESCHEDULER_COORDINATOR_TOKEN=$(cat token)
 export BYTESCHEDULER_COORDINATOR_TOKEN
 
 # train.py makes its strategy as
-#   DiLoCoStrategy(coordinator={"authority": "ca.pem", "certificate": ..., "key": ..., "name": ...})
+#   DiLoCoStrategy(coordinator={"authority": "server.pem", "certificate": ..., "key": ..., "name": ...})
 # of these arguments; the address and the token come from the environment.
 pids=()
 gpus=$(nvidia-smi --list-gpus | wc -l)
 for ((gpu = 0; gpu < gpus; gpu++)); do
   CUDA_VISIBLE_DEVICES=$gpu python train.py \
-    --ca ca.pem --certificate "client-$CLUSTER.pem" --key "client-$CLUSTER.key" \
+    --ca server.pem --certificate "$CLUSTER.pem" --key "$CLUSTER.key" \
     --worker-name "$CLUSTER/$(hostname)/$gpu" &
   pids+=($!)
 done
