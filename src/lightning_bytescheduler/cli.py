@@ -286,12 +286,6 @@ _COMMANDS = {
         "--state runs/first --train data/slices --inner-steps 100 --wire-dtype int8",
         "coordinator.command",
     ),
-    "status": _Command(
-        "show how a coordinator's run stands",
-        "Show a coordinator's workers, rounds, data and traffic, in a table that follows them until Ctrl+C.",
-        "https://coordinator.example.org:7077 --ca certs/ca.pem --token-file token",
-        "coordinator.status",
-    ),
     "server": _Command(
         "add up gradients for a training with parameter servers",
         "Run a parameter server for a training with ByteSchedulerStrategy(servers=...), until that "

@@ -1,18 +1,14 @@
-"""How a run stands is seen in the terminal, on the page and by Prometheus: all of it, and no secrets."""
+"""How a run stands is seen on the page and by Prometheus: all of it, and no secrets."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
-import socket
 import threading
 from contextlib import contextmanager
 
 import msgspec
 import pytest
 
-from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.coordinator.status import RunStatus, summary_of
 from lightning_bytescheduler.diloco.round_record import RoundRecord, WorkerRound
 from lightning_bytescheduler.serving import Refusals, ServerAccess, guard
@@ -64,32 +60,7 @@ def served(status: RunStatus, access: ServerAccess | None = None):
         thread.join(60)
 
 
-def test_the_table_shows_everything(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
-    with served(made_up_status()) as url:
-        assert main(["status", url, "--once"]) == 0
-    said = capsys.readouterr().out
-    for text in (
-        "Round 41 of 500, training: 23,120 left of 65536 samples of all workers.",
-        "7 of 8 workers are connected",
-        "anna (leads)",
-        "lost, away",
-        "Epoch 2 of the data: 32 %, 812 slices to go, 1 quarantined; 10 % of the next one.",
-        "45 GB in, 61 GB out; round 40 saved; 4 refused.",
-        "▁",
-    ):
-        assert text in said
-
-
-def test_a_narrow_terminal_gets_less(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    with served(made_up_status()) as url:
-        assert main(["status", url, "--once"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 60
-
-
-def test_an_empty_run_has_a_status(capsys):
+def test_an_empty_run_has_metrics():
     empty = RunStatus(
         version="1",
         uptime=0.0,
@@ -108,60 +79,7 @@ def test_an_empty_run_has_a_status(capsys):
         slices=None,
         counters={},
     )
-    with served(empty) as url:
-        assert main(["status", url, "--once"]) == 0
-    assert "No worker is here." in capsys.readouterr().out
     assert b"bytescheduler_round 0.0" in page.metrics_text(empty)
-
-
-def test_json_is_the_status(capsys):
-    status = made_up_status()
-    with served(status) as url:
-        assert main(["status", url, "--json"]) == 0
-    assert msgspec.json.decode(capsys.readouterr().out, type=RunStatus) == status
-
-
-def test_a_token_and_a_certificate_are_asked_for(tmp_path, capsys, caplog, monkeypatch):
-    pytest.importorskip("cryptography")
-    from lightning_bytescheduler.coordinator.certificates import make_certificates
-
-    caplog.set_level(logging.DEBUG)
-    make_certificates(tmp_path / "c")
-    file = tmp_path / "token"
-    file.write_text(SECRET)
-    file.chmod(0o600)
-    certificate, key = (str(tmp_path / "c" / name) for name in ("server.pem", "server.key"))
-    with served(made_up_status(), ServerAccess(token=SECRET, certificate=certificate, key=key)) as url:
-        trusted = ["status", url, "--json", "--ca", str(tmp_path / "c" / "ca.pem")]
-        assert main([*trusted, "--token-file", str(file)]) == 0
-        assert json.loads(capsys.readouterr().out)["round"] == 41
-        assert main(trusted) == 2
-        assert "answers 401" in capsys.readouterr().err
-        assert main(["status", url, "--json", "--token-file", str(file)]) == 2
-        assert "--ca names the file" in capsys.readouterr().err
-        monkeypatch.setenv("BYTESCHEDULER_COORDINATOR_TOKEN", SECRET)
-        assert main(trusted) == 0
-        assert SECRET not in capsys.readouterr().out
-    # Where others could read it, it is not sent.
-    assert main(["status", "http://coordinator.example.org:7077", "--json"]) == 2
-    assert "https://" in capsys.readouterr().err
-    assert SECRET not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["http://127.0.0.1:1"], "Connection refused"),
-        (["ftp://x"], "URL="),
-        (["http://127.0.0.1:1", "--every", "0"], "--every="),
-        (["http://127.0.0.1:1", "--ca", "/missing"], "--ca="),
-    ],
-)
-def test_misuse_is_one_line(capsys, arguments, said):
-    assert main(["status", *arguments]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert said in lines[0]
 
 
 def test_prometheus_reads_the_metrics():
@@ -223,22 +141,6 @@ def test_the_page_loads_nothing_and_runs_only_its_own_script():
     assert "//" not in text.replace("http://www.w3.org/2000/svg", "").split("<script>")[0]
     for forbidden in ("innerHTML", "src=", "@import", "url(", "eval(", "localStorage", "document.cookie", "style="):
         assert forbidden not in text
-
-
-def test_what_is_no_http_is_said(capsys):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer():
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(1000)
-                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        assert main(["status", f"http://127.0.0.1:{server.getsockname()[1]}", "--once"]) != 0
-        thread.join(60)
-    assert "does not answer as a coordinator does (BadStatusLine)" in capsys.readouterr().err
 
 
 def test_a_coordinator_that_is_busy_is_not_over(monkeypatch):

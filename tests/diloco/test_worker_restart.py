@@ -128,11 +128,3 @@ def test_a_writer_that_has_gone_with_its_store_is_not_waited_for(workers: Worker
     other = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     del store
     await_writer(other, LONG, workers.check)
-
-
-def test_a_writer_that_has_gone_with_its_store_is_not_waited_for(workers: Workers) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port
-    other = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    del store
-    await_writer(other, LONG, workers.check)

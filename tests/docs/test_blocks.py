@@ -43,7 +43,7 @@ VARIABLES = {
     "SSL_CERT_FILE",
     *re.findall(r"BYTESCHEDULER_\w+", (DOCS / "options.md").read_text(encoding="utf-8")),
 }
-TRUSTED = ("ip", "openssl", "srun")  # no programs of Python's; checked by nothing but the shell's grammar
+TRUSTED = ("curl", "ip", "openssl", "srun")  # no programs of Python's; checked by nothing but the shell's grammar
 ASSIGNMENT = re.compile(r"([A-Z_][A-Z0-9_]*)=")
 
 

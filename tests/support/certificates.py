@@ -1,4 +1,4 @@
-"""Certificates that sign themselves, as the documentation's ``openssl req -x509`` makes them: each is its own authority."""
+"""Certificates that sign themselves, as ``openssl req -x509`` makes them: each is its own authority."""
 
 from __future__ import annotations
 
