@@ -21,10 +21,9 @@ ELEMENTS = 30
 
 def options_of(*, lease: float = 60.0, workers: int = 1, **given: Any) -> CoordinatorOptions:
     """Rounds of one step; a time limit never decides."""
-    own = {name: given.pop(name) for name in ("keep_rounds",) if name in given}
     given.setdefault("inner_steps", 1)
     rounds = RoundOptions(start_workers=workers, quorum=0.0, grace=30.0)
-    return CoordinatorOptions(run=run_options(**given), rounds=rounds, lease=lease, **own)
+    return CoordinatorOptions(run=run_options(**given), rounds=rounds, lease=lease)
 
 
 def weights_of(seed: int = 0) -> dict[str, Tensor]:

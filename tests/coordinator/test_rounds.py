@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_bytescheduler.coordinator import global_weights
 from lightning_bytescheduler.coordinator.global_weights import GlobalWeights
 from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.state_store import StateStore
@@ -131,7 +132,7 @@ def test_the_first_weights_may_come_with_momentum() -> None:
         in_a_run(server, 2, work)
 
 
-def test_who_was_away_follows_mean_by_mean_or_takes_the_state() -> None:
+def test_who_was_away_follows_mean_by_mean_or_takes_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(one: SmallWorker, other: SmallWorker) -> None:
         await join_all(one, other)
         await one_round(one, other)
@@ -147,7 +148,8 @@ def test_who_was_away_follows_mean_by_mean_or_takes_the_state() -> None:
         assert (await other.join()).fetch
         assert same_weights(one, other)
 
-    with CoordinatorServer(options_of(workers=2, keep_rounds=3)) as server:
+    monkeypatch.setattr(global_weights, "_KEPT_ROUNDS", 3)
+    with CoordinatorServer(options_of(workers=2)) as server:
         in_a_run(server, 2, work)
 
 

@@ -19,7 +19,6 @@ from lightning_bytescheduler.diloco.messages import (
     StartRound,
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, worthwhile_wait
-from lightning_bytescheduler.diloco.round_record import LateUpdate
 from lightning_bytescheduler.diloco.round_roster import RETURN_S, WorkerState
 from tests.diloco.bench import MERGED, Bench
 
@@ -241,16 +240,6 @@ def test_a_step_or_a_join_ends_a_pause() -> None:
 # ── Quorum, grace, transfers ───────────────────────────────────────────────────────────
 
 
-def test_the_quorum_as_a_number() -> None:
-    for arrived, counts in (("a", False), ("ab", True)):
-        bench = Bench(start_workers=3, quorum=0.0, quorum_workers=2)
-        bench.start(*"abc")
-        bench.steps(34, *"abc")
-        bench.arrive(*arrived)
-        bench.pass_time()
-        assert bool(merged(bench.tick())) == counts
-
-
 def test_it_pays_to_wait_until_the_others_have_lost_as_much() -> None:
     """One of n equal workers with a sample a second is missing, and 50 of its samples."""
     rule = {"decided": 100.0, "deadline": 103.0, "longest": 80.0, "missing": 50.0}
@@ -345,27 +334,6 @@ def test_one_who_waits_for_large_weights_is_not_silent() -> None:
     bench.scheduler.note_alive("a", now=bench.now)  # whoever trains is to report steps
     bench.scheduler.note_alive("nobody", now=bench.now)
     assert bench.scheduler.next_tick == bench.now - 5.0 + 3.0 + 10.0
-
-
-# ── Late ───────────────────────────────────────────────────────────
-
-
-def test_late_updates_are_recorded_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench(outer_steps=2)
-    bench.start("a")
-    late = LateUpdate(worker="z", round=1, samples=30)
-    with caplog.at_level("INFO"):
-        bench.scheduler.note_late(late)
-    assert "z of round 1 came after that was over, and is dropped" in caplog.text
-    bench.steps(100, "a")
-    bench.arrive("a")
-    assert bench.records[0].late == (late,)
-    assert bench.samples == 100
-    bench.say(RoundStarted(worker="a", round=2))
-    bench.steps(100, "a")
-    bench.arrive("a")
-    assert bench.records[1].late == ()
-    assert bench.samples == 200
 
 
 # ── Memory ───────────────────────────────────────────────────────────

@@ -7,7 +7,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,9 +14,11 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_bytescheduler.coordinator import global_weights
 from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.diloco import coordinator_client
+from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.messages import LeaderAppointed
 from lightning_bytescheduler.diloco.session import Sent, Session, Unmerged
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, RankFailedError, SchedulerTimeoutError
@@ -139,8 +140,8 @@ def test_the_worker_that_gave_the_first_weights_takes_the_state_when_it_is_far_b
 ) -> None:
     """What it was asked for as it joined, to send its weights, was of that moment."""
     monkeypatch.setattr(Ponders, "ahead", threading.Event())
-    options = replace(coordinator_options(inner_steps=5), keep_rounds=2)
-    server = stack.enter_context(CoordinatorServer(options))
+    monkeypatch.setattr(global_weights, "_KEPT_ROUNDS", 2)
+    server = stack.enter_context(CoordinatorServer(coordinator_options(inner_steps=5)))
     first = Ponders(server.url, "first")
     until(lambda: first.version >= 1, "the first round")
     other = TrainsOnly(server.url, "other")
@@ -153,8 +154,9 @@ def test_the_worker_that_gave_the_first_weights_takes_the_state_when_it_is_far_b
         worker.checked()
 
 
-def test_work_of_rounds_without_a_quorum_is_carried(serve: Any) -> None:
-    server = serve(inner_steps=5, rounds={"quorum_workers": 2})
+def test_work_of_rounds_without_a_quorum_is_carried(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BatchScheduler, "_least", lambda _: 2)
+    server = serve(inner_steps=5)
     alone = ThreadWorker(server.url, "alone")
     until(lambda: alone.version >= 20, "twenty rounds without a quorum")
     held = 2 * 5 * 20  # it leads: its pauses between rounds end none

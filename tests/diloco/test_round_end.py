@@ -83,7 +83,6 @@ def test_the_defaults_of_rounds() -> None:
         "closing_rounds": 0,
         "start_workers": 1,
         "quorum": 0.5,
-        "quorum_workers": 1,
         "grace": 60.0,
         "silent_after": 10.0,
         "first_step_limit": 600.0,

@@ -83,9 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     keeping = parser.add_argument_group("what is kept")
     keeping.add_argument(
-        "--save-every", type=int, default=1, metavar="N", help="rounds between two states (default: 1)"
-    )
-    keeping.add_argument(
         "--stay", action="store_true", help="serve the weights after --outer-steps too, when all workers have left"
     )
 
@@ -120,7 +117,6 @@ def _options(options: argparse.Namespace) -> CoordinatorOptions:
         run=run_options(**{name: getattr(options, name) for name in RunOptions.__struct_fields__}),
         rounds=RoundOptions(**waiting),
         lease=options.lease_s,
-        save_every=options.save_every,
     )
 
 

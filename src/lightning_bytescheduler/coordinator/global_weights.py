@@ -22,7 +22,8 @@ from lightning_bytescheduler.diloco.outer_optimizer import OuterOptimizer, named
 
 RESIDUALS = "residuals."
 """Prefix of a fragment's number in a saved state, for what its means have lost so far. Workers do not need it."""
-_KEPT_BYTES = 2**30  # of means; the last one is kept in any case
+# Means are kept for workers that are behind; later these fetch the state. The last one is kept in any case.
+_KEPT_ROUNDS, _KEPT_BYTES = 8, 2**30
 
 
 def digest_of(payload: Tensor) -> str:
@@ -40,7 +41,6 @@ class GlobalWeights:
         options: The run's options.
         tensors: The tensors that the run begins or continues with, named as in :meth:`snapshot`.
         executor: Threads for the work.
-        keep_rounds: See ``CoordinatorOptions``.
 
     Raises:
         OptionError: If a tensor is missing, has another shape, or is not finite; names it.
@@ -53,7 +53,6 @@ class GlobalWeights:
         tensors: Mapping[str, Tensor],
         *,
         executor: Executor,
-        keep_rounds: int = 8,
     ) -> None:
         self.still = asyncio.Lock()  # held while weights are changed or read
         self._executor = executor
@@ -76,7 +75,6 @@ class GlobalWeights:
         }
         self._lost: Tensor | None = None  # the same after the mean of the coming outer step
         self._kept: OrderedDict[int, Merge] = OrderedDict()
-        self._keep_rounds = keep_rounds
 
     def sum_of(self, fragment: int) -> UpdateSum:
         """An empty sum for updates of a fragment."""
@@ -104,7 +102,7 @@ class GlobalWeights:
                 merge.digest = await asyncio.get_running_loop().run_in_executor(self._executor, digest_of, payload)
         self._kept[merge.round] = merge
         size = sum(_bytes_of(kept) for kept in self._kept.values())
-        while len(self._kept) > 1 and (size > _KEPT_BYTES or len(self._kept) > self._keep_rounds):
+        while len(self._kept) > 1 and (size > _KEPT_BYTES or len(self._kept) > _KEPT_ROUNDS):
             _, dropped = self._kept.popitem(last=False)
             size -= _bytes_of(dropped)
 

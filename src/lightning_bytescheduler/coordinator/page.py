@@ -86,10 +86,6 @@ def _metrics(status: RunStatus) -> Iterator[Metric]:
     yield from gauge("workers_connected", "Whose connection is open.", len(connected))
     speeds = [worker.samples_per_second for worker in connected if worker.samples_per_second is not None]
     yield from gauge("samples_per_second", "Of all connected workers.", sum(speeds))
-    yield from gauge("samples_per_second_slowest", "Of the slowest worker.", min(speeds, default=None))
-    yield from gauge("samples_per_second_fastest", "Of the fastest worker.", max(speeds, default=None))
-    longest = max((worker.heard_ago for worker in status.workers), default=None)
-    yield from gauge("heard_ago_seconds_longest", "Of the worker that was silent for longest.", longest)
 
     if status.rounds:
         last = status.rounds[-1]

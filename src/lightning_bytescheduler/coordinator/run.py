@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
-from lightning_bytescheduler.checks import require_positive, require_whole
+from lightning_bytescheduler.checks import require_positive
 from lightning_bytescheduler.coordinator.membership import Member, Membership, difference
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.coordinator_protocol import (
@@ -45,7 +45,7 @@ from lightning_bytescheduler.diloco.messages import (
     ToWorker,
 )
 from lightning_bytescheduler.diloco.round_end import RoundOptions
-from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord, WorkerRound
+from lightning_bytescheduler.diloco.round_record import RoundRecord, WorkerRound
 from lightning_bytescheduler.diloco.rounds import Rounds
 from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import OptionError
@@ -66,9 +66,6 @@ class CoordinatorOptions:
         rounds: When rounds end, and who is waited for; ``outer_steps`` is that of ``run``, and
             ``closing_rounds`` follows from its ``fragments``.
         lease: Seconds without a sign of life after which a worker is given up.
-        keep_rounds: Means of that many rounds are kept for workers that are behind, if they do not take more than 1 GiB
-            together; later they fetch the state. The last one is always kept.
-        save_every: Rounds from one saved state to the next.
 
     Raises:
         OptionError: Names the value that is not allowed.
@@ -77,13 +74,9 @@ class CoordinatorOptions:
     run: RunOptions = field(default_factory=RunOptions)
     rounds: RoundOptions = field(default_factory=RoundOptions)
     lease: float = 60.0
-    keep_rounds: int = 8
-    save_every: int = 1
 
     def __post_init__(self) -> None:
         require_positive("lease", self.lease, of="seconds")
-        for option in ("keep_rounds", "save_every"):
-            require_whole(option, getattr(self, option), 1)
         own = replace(self.rounds, outer_steps=self.run.outer_steps, closing_rounds=self.run.fragments - 1)
         object.__setattr__(self, "rounds", own)
 
@@ -513,8 +506,7 @@ class Run:
         if place.is_late:
             offer.member.late += 1
             self.count("updates_late")
-            late = LateUpdate(worker=offer.member.name, round=offer.round, samples=offer.round_samples)
-            self.scheduler.note_late(late)
+            log.info("The update of %s of round %d came late, and is dropped.", offer.member.name, offer.round)
         self.count("updates_added" if place.weight else "updates_dropped")
         self._handle_offer(offer, PseudoGradientArrived(worker=offer.member.name, round=offer.round), now)
 

@@ -364,8 +364,7 @@ class CoordinatorService:
                 self._boundary = boundary
             self._collect()
             is_last = self.run.scheduler.finished and merge.round == self.run.scheduler.round
-            if merge.round % self.run.options.save_every == 0 or self.run.scheduler.finished:
-                await self._save()
+            await self._save()
             if is_last:
                 log.info(
                     "The run is over after round %d, with %d samples. Its weights are there for who has not left yet.",
@@ -478,8 +477,7 @@ class CoordinatorService:
         await self._save()
 
     def _make_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        keep = self.run.options.keep_rounds
-        made = GlobalWeights(self.run.model, self.run.options.run, tensors, executor=self._threads, keep_rounds=keep)
+        made = GlobalWeights(self.run.model, self.run.options.run, tensors, executor=self._threads)
         self.bulk.weights = made
         self.room.limit = max(_ROOM_BYTES, _SUM_BYTES * made.parameters)
 

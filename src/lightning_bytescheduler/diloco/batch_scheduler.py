@@ -21,7 +21,6 @@ Not thread-safe: call it from one thread, or under one lock.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -44,13 +43,10 @@ from lightning_bytescheduler.diloco.messages import (
     TrainingOver,
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget, worthwhile_wait
-from lightning_bytescheduler.diloco.round_record import LateUpdate, RoundRecord
+from lightning_bytescheduler.diloco.round_record import RoundRecord
 from lightning_bytescheduler.diloco.round_roster import RoundRoster, WorkerProgress, WorkerState, means_of
 
-log = logging.getLogger(__name__)
-
 _FIRST_TRANSFER_S = 60.0  # for a first pseudo-gradient, as no transfer was measured yet
-_MOST_LATE = 1024  # late updates in a round's record
 _FEW = 16  # workers that are looked at after each message
 _LOOK_S = 1e-4  # per worker, between two looks at all: twenty times what a look takes
 
@@ -102,7 +98,6 @@ class BatchScheduler:
         self._is_to_look = False  # something was heard since the last look
         self._longest_grace = 0.0
         self._counted_on: set[int] = set()  # numbers of the workers from which the quorum is computed
-        self._late: list[LateUpdate] = []
 
     @property
     def round(self) -> int:
@@ -217,12 +212,6 @@ class BatchScheduler:
         known = self._roster.workers.get(worker)
         if known is not None and known.state is WorkerState.STARTING and now >= known.heard:
             known.heard = now
-
-    def note_late(self, update: LateUpdate) -> None:
-        """Note in the current round's record that a pseudo-gradient came after its own round was over."""
-        log.info("The update of %s of round %d came after that was over, and is dropped.", update.worker, update.round)
-        if len(self._late) < _MOST_LATE:
-            self._late.append(update)
 
     def start_waiting(self, *, now: float) -> None:
         """Start the workers that wait, as all workers stood still until now."""
@@ -492,7 +481,7 @@ class BatchScheduler:
 
     def _least(self) -> int:
         """Pseudo-gradients that the quorum needs."""
-        return max(math.ceil(self._options.quorum * len(self._counted_on)), self._options.quorum_workers)
+        return max(math.ceil(self._options.quorum * len(self._counted_on)), 1)
 
     def _end_round(self, now: float) -> None:
         members = self._roster.members()
@@ -506,11 +495,9 @@ class BatchScheduler:
             end=now,
             decided=self._decided,
             workers=tuple(worker.record(now, merged=worker.number in numbers) for worker in members),
-            late=tuple(self._late),
             metrics=means_of(members),
             deadline=None if self._decided is None else self._deadline + self._longest_grace,
         )
-        self._late = []
         for worker in members:
             is_there = worker.state is WorkerState.ARRIVED or worker.paused
             worker.state = WorkerState.WAITING if is_there else WorkerState.LOST

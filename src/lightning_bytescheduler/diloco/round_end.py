@@ -40,7 +40,7 @@ class RoundOptions:
         quorum: Share of a round's workers whose pseudo-gradients an outer step needs; with fewer, the weights stay as
             they are. Where a round synchronises one fragment only, so does its quorum. A round's workers are those that
             were told of its end; who joins later is none of them, and who had left before is none either.
-        quorum_workers: The same as a number; both have to be reached.
+            One pseudo-gradient is needed in any case.
         grace: Seconds that pseudo-gradients are waited for beyond the deadline, which is twice the forecast plus twice
             the longest transfer of the workers; explicit seconds must cover a first transfer. ``"auto"`` waits as long
             as that is worth what the others lose by it, see ``round_end.worthwhile_wait``.
@@ -56,7 +56,6 @@ class RoundOptions:
     closing_rounds: int = 0
     start_workers: int = 1
     quorum: float = 0.5
-    quorum_workers: int = 1
     grace: float | Literal["auto"] = 60.0
     silent_after: float = 10.0
     first_step_limit: float = 600.0
@@ -65,8 +64,7 @@ class RoundOptions:
     def __post_init__(self) -> None:
         if self.outer_steps is not None:
             require_whole("outer_steps", self.outer_steps, 1)
-        for option in ("start_workers", "quorum_workers"):
-            require_whole(option, getattr(self, option), 1)
+        require_whole("start_workers", self.start_workers, 1)
         require_whole("closing_rounds", self.closing_rounds, 0)
         require_share("quorum", self.quorum)
         if self.grace != "auto":

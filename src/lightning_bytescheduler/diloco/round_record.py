@@ -60,20 +60,6 @@ class WorkerRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return sum(end - start for kind, start, end in self.spans if kind == activity)
 
 
-class LateUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A pseudo-gradient that came after its round was over, during this one, and was dropped.
-
-    Attributes:
-        worker: Whose.
-        round: In which it was made.
-        samples: Processed for it.
-    """
-
-    worker: str
-    round: _Count
-    samples: _Count
-
-
 class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One round.
 
@@ -83,7 +69,6 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         end: When its pseudo-gradients were merged.
         decided: When its end was scheduled, or ``None`` if that was not needed.
         workers: Those who took part; who has left before the end was decided, only if what it sent was there.
-        late: What came during this round and belonged to an earlier one.
         deadline: Until when pseudo-gradients were waited for at the longest, with the whole grace, or ``None`` where
             nothing was decided.
         metrics: Means over the round and all workers, by name; finite.
@@ -94,7 +79,6 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     end: float
     decided: float | None
     workers: tuple[WorkerRound, ...]
-    late: tuple[LateUpdate, ...] = ()
     deadline: float | None = None
     metrics: dict[str, float] = {}  # copied for each record
 
