@@ -95,6 +95,7 @@ def test_options_that_exclude_each_other(options: dict[str, Any]) -> None:
         ("local_steps", "Did you mean 'inner_steps'"),
         ("find_unused_parameters", "write inner={'strategy': ..., 'find_unused_parameters': ...}"),
         ("mode", "write inner={'strategy': ..., 'mode': ...}"),
+        ("timeline", "write inner={'strategy': ..., 'timeline': ...}"),
         ("inner_size", r"Write inner={'strategy': 'ddp', 'size': ...}"),
         ("coordinator_ca", "Did you mean 'coordinator'"),
         ("samples", "Did you mean 'samples_per_round'"),
@@ -131,14 +132,6 @@ def test_ranks_that_give_the_default_of_the_outer_step_and_ranks_that_do_not_dif
     )
     assert {name for name in given if given[name] != left_out[name]} == {"outer_lr"}
     assert DiLoCoStrategy(outer_lr=0.5)._options.outer_step == {"lr": 0.5, "momentum": None, "factory": None}
-
-
-@pytest.mark.parametrize("value", ["4000000", "4e6", "4_000_000"])
-def test_sizes_are_read_as_those_of_the_other_strategy(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BYTESCHEDULER_PARTITION", value)
-    monkeypatch.setenv("BYTESCHEDULER_CREDIT", value)
-    options = DiLoCoStrategy()._options
-    assert (options.partition_size, options.credit) == (4_000_000, 4_000_000)
 
 
 @pytest.mark.parametrize(

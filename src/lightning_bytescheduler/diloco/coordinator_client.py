@@ -72,7 +72,6 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
 )
 from lightning_bytescheduler.diloco.messages import FromWorker, Message, coalesced
 from lightning_bytescheduler.diloco.outer_optimizer import Contribution, Mean, Upload
-from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.serving import client_tls, end_others, end_tasks, is_loopback, read_token
 
@@ -682,29 +681,19 @@ class CoordinatorTransport:
         client: The connection.
         wire: The format of updates and means.
         sizes: Elements of each fragment.
-        timeline: Records spans, if given.
 
     Attributes:
         client: As given.
         wire: As given.
-        timeline: As given.
         residuals: What was left out of updates that count, by fragment; replaced, never changed.
     """
 
-    def __init__(
-        self,
-        client: CoordinatorClient,
-        *,
-        wire: WireFormat,
-        sizes: list[int],
-        timeline: OuterTimeline | None = None,
-    ) -> None:
+    def __init__(self, client: CoordinatorClient, *, wire: WireFormat, sizes: list[int]) -> None:
         with importing("DiLoCoStrategy(coordinator=...)", extra="coordinator"):
             from xxhash import xxh3_128_hexdigest
 
             self._digest: Callable[[Any], str] = xxh3_128_hexdigest
         self.client = client
-        self.timeline = OuterTimeline() if timeline is None else timeline
         self.wire = wire
         self._sizes = sizes
         self.residuals: dict[int, Tensor | None] = {}
@@ -777,9 +766,7 @@ class CoordinatorTransport:
 
     async def _fetch_mean(self, round: int, chain: str) -> Mean | None:
         fragment = (round - 1) % len(self._sizes)
-        began = self.timeline.now()
         answer = await self.client.request("GET", update_path(round, fragment))
-        self._travelled("pull", began, fragment, len(answer.body))
         if answer.status != 200:
             log.info("coordinator: no mean of round %d: %s", round, answer.words)
             return None
@@ -793,18 +780,11 @@ class CoordinatorTransport:
             return None
         return Mean(values=values, total=total, chain=then)
 
-    def _travelled(self, name: str, began: float, fragment: int, nbytes: int) -> None:
-        now = self.timeline.now()
-        self.timeline.travelled(name, began, now, fragment=f"fragment {fragment}", part=0, nbytes=nbytes)
-
     def _decode(self, body: bytes, fragment: int, digest: str) -> Tensor:
-        began = self.timeline.now()
         if self._digest(body) != digest:
             raise CoordinatorError(f"The mean of fragment {fragment} was damaged on its way.")
         payload = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-        mean = self.wire.of_means.decode(payload, self._sizes[fragment])
-        self.timeline.coded("decode", began, lane="codec")
-        return mean
+        return self.wire.of_means.decode(payload, self._sizes[fragment])
 
     async def _upload(
         self, contribution: Contribution, upload: Upload, wanted: Callable[[], bool]
@@ -822,9 +802,7 @@ class CoordinatorTransport:
             headers[TRAINED_HEADER] = str(len(trained))
             body = trained + body
         pause = _ASK_AGAIN_S
-        began = self.timeline.now()
         answer = await self.client.request("PUT", path, headers=headers, body=body)
-        self._travelled("push", began, contribution.fragment, len(body))
         # A restarted coordinator may not have begun this round yet, or not know this worker's part in it.
         while answer.status == _NOT_NOW and wanted():
             await asyncio.sleep(pause)
@@ -841,7 +819,6 @@ class CoordinatorTransport:
         return receipt
 
     def _encode(self, contribution: Contribution, upload: Upload) -> tuple[bytes, str]:
-        began = self.timeline.now()
         place = f"{contribution.worker} {contribution.round} {contribution.fragment}"
         seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big")
         residual = None
@@ -850,9 +827,7 @@ class CoordinatorTransport:
             residual = torch.zeros_like(contribution.pseudo_gradient) if known is None else known.clone()
         body = self.wire.encode(contribution.pseudo_gradient, seed=seed, residual=residual).numpy().tobytes()
         upload.residual = residual
-        digest = self._digest(body)
-        self.timeline.coded("encode", began, lane="codec")
-        return body, digest
+        return body, self._digest(body)
 
     async def _state(self) -> tuple[bytes, int, str]:
         while True:

@@ -7,7 +7,6 @@ gradients.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -16,11 +15,10 @@ import msgspec
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.checks import is_whole, parse_size, require_bool, require_known, require_new_file
+from lightning_bytescheduler.checks import is_whole, require_bool, require_known
 from lightning_bytescheduler.ddp.ddp_arguments import ELSEWHERE, check_ddp_options, known_ddp_options
 from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, run_options
 from lightning_bytescheduler.diloco.loaders import resolve_batch_size
-from lightning_bytescheduler.diloco.outer_timeline import beside
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
@@ -37,7 +35,6 @@ OPTIONS_ELSEWHERE = {
     **{
         name: f"Where several processes form a worker, write inner={{'strategy': ..., {name!r}: ...}}."
         for name in (*known_ddp_options(), *_SCHEDULED)
-        if name != "timeline"
     },
     "inner_size": "Write inner={'strategy': 'ddp', 'size': ...}.",
     "outer_learning_rate": "Did you mean 'outer_lr'?",
@@ -76,21 +73,17 @@ class DiLoCoOptions:
     given: Mapping[str, Any]
     outer_optimizer: Callable[[list[Tensor]], Optimizer] | None
     batch_size: int | Sequence[int] | None
-    timeline: str | os.PathLike[str] | None
     inner: str | None
     inner_size: int | Literal["node"] | None
     inner_options: Mapping[str, Any]
     worker_states: bool = True
     coordinated: bool = False
     run: RunOptions = field(init=False)
-    partition_size: int | None = field(init=False, default=None)
-    credit: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "run", run_options(**self.given))
         require_bool("worker_states", self.worker_states)
         self._check_outer_optimizer()
-        self._check_outer_traffic()
         self._check_batch_size()
         self._check_inner()
 
@@ -120,27 +113,6 @@ class DiLoCoOptions:
             except ValueError:  # has no signature to look at
                 return
         raise OptionError("outer_optimizer", given, _OPTIMIZER, way_out)
-
-    def _check_outer_traffic(self) -> None:
-        """Sizes of what travels between workers, by variables alone, and its timeline.
-
-        Where the ranks of a worker train with the scheduler, the timeline of what travels between workers is beside
-        theirs.
-        """
-        env = {name: value.strip() for name, value in os.environ.items() if value.strip()}
-        scheduled = self.inner == "bytescheduler"
-        for option, variable in (("partition_size", "BYTESCHEDULER_PARTITION"), ("credit", "BYTESCHEDULER_CREDIT")):
-            if variable in env:
-                object.__setattr__(self, option, parse_size(variable, env[variable]))
-        given, variable = self.timeline, "BYTESCHEDULER_TIMELINE"
-        if given is not None:
-            object.__setattr__(self, "timeline", require_new_file("timeline", given))
-            inner = self.inner_options.get("timeline")
-            if scheduled and (inner or env.get(variable)) == os.fspath(given):
-                raise OptionError("timeline", given, "another file than that of the ranks of a worker")
-        elif variable in env:
-            file = require_new_file(variable, env[variable])
-            object.__setattr__(self, "timeline", beside(file, "outer") if scheduled else file)
 
     def _check_batch_size(self) -> None:
         sizes = self.batch_size if isinstance(self.batch_size, (list, tuple)) else [self.batch_size]
@@ -320,6 +292,6 @@ def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def common_options(options: DiLoCoOptions) -> dict[str, object]:
     """What must be the same on all ranks, by name."""
-    own = ("timeline", "batch_size", "outer_optimizer")
+    own = ("batch_size", "outer_optimizer")
     common = {name: getattr(options, name) for name in _NAMES if name not in own} | msgspec.structs.asdict(options.run)
     return common | {f"outer_{name}": options.outer_step[name] for name in ("lr", "momentum")}  # None: a checkpoint's

@@ -28,12 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_bytescheduler.checks import require_size
 from lightning_bytescheduler.collectives.completion import CompletionThread
 from lightning_bytescheduler.collectives.operations import StartedOperation, shard_of
 from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.diloco.outer_optimizer import Contribution, Mean, Upload
-from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.scheduler.core import ByteCore
@@ -42,8 +40,8 @@ from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKe
 _LARGEST = 2_000_000  # parameters
 
 
-def outer_sizes(parameters: int, *, partition_size: int | None = None, credit: int | None = None) -> tuple[int, int]:
-    """Sizes with which a pseudo-gradient is exchanged.
+def size_of_parts(parameters: int) -> int:
+    """Parameters of the parts of a pseudo-gradient: of the same size, of two million at most.
 
     Its parts need no order, unlike gradients, of which the first layers' are needed first: nothing is to overtake them.
     So they are large, as each costs some milliseconds to start, and not so large that much of what a worker encodes,
@@ -51,21 +49,8 @@ def outer_sizes(parameters: int, *, partition_size: int | None = None, credit: i
 
     Args:
         parameters: Of the largest pseudo-gradient that is sent.
-        partition_size: Of a part, if it is given; else parts are of the same size, of two million at most.
-        credit: What may be in flight, if it is given; else two parts.
-
-    Returns:
-        Largest part that is sent at once, and what may be in flight, in parameters.
-
-    Raises:
-        OptionError: If a size is not a whole number above 0.
     """
-    if partition_size is None:
-        partition_size = math.ceil(parameters / math.ceil(parameters / _LARGEST))
-        if credit is not None:
-            partition_size = min(partition_size, require_size("credit", credit))
-    require_size("partition_size", partition_size)
-    return partition_size, require_size("credit", 2 * partition_size if credit is None else credit)
+    return math.ceil(parameters / math.ceil(parameters / _LARGEST))
 
 
 _HEADER = 8  # bytes of the weight before each payload
@@ -83,7 +68,6 @@ class PseudoGradientExchange:
         wire: What travels.
         partition_size: Largest part that is sent at once, in parameters.
         credit: What may be in flight at once, in parameters.
-        timeline: Where spans go.
         on_error: Called with what a message failed with, on the completion thread; returns the error to raise.
         arrived: Called with each update of a round whose mean is there, before it is handed out, on another thread.
     """
@@ -95,16 +79,12 @@ class PseudoGradientExchange:
         wire: WireFormat,
         partition_size: int,
         credit: int,
-        timeline: OuterTimeline | None = None,
         on_error: Callable[[BaseException], BaseException],
         arrived: Callable[[Contribution], object] = lambda _: None,
     ) -> None:
         self._group = group
         self._wire = wire
-        self._timeline = OuterTimeline() if timeline is None else timeline
-        self._core = ByteCore(
-            partition_size=partition_size, credit=credit, observer=self._observe, name="bytescheduler-outer"
-        )
+        self._core = ByteCore(partition_size=partition_size, credit=credit, name="bytescheduler-outer")
         self._completion = CompletionThread(on_error, group)
         self._started = 0
         self._numbers = 0
@@ -146,15 +126,13 @@ class PseudoGradientExchange:
             weight=contribution.weight,
             wire=self._wire,
             residuals=self._residuals_of(name, pseudo_gradient) if self._wire.keeps_residuals else None,
-            name=name,
-            timeline=self._timeline,
         )
         self._started += 1
         first = self._numbers
 
         def launch(sub: SubCommTask) -> None:
             number = first + _NUMBERS_PER_PART * sub.index
-            self._completion.watch(swap.start(sub.offset, sub.size, number, index=sub.index), sub)
+            self._completion.watch(swap.start(sub.offset, sub.size, number), sub)
 
         def end(task: CommTask) -> None:
             if task.error is not None:
@@ -208,9 +186,6 @@ class PseudoGradientExchange:
             mean = state["mean"][name]
             self._residuals[name] = _Residuals(own.clone(), mean.clone() if same else torch.zeros_like(mean))
 
-    def _observe(self, sub: SubCommTask) -> None:
-        self._timeline.queued(sub.parent.name, sub.ready_at, sub.started_at, part=sub.index)
-
     def _residuals_of(self, name: str, like: Tensor) -> _Residuals:
         known = self._residuals.get(name)
         if known is None or known.own.shape != like.shape:
@@ -250,8 +225,6 @@ class _Swap:
         result: Is filled with the mean; like ``own``.
         weight: Of this worker's version, a whole number; 0 if it is not to count.
         wire: What travels.
-        name: Of the pseudo-gradient.
-        timeline: Where spans go.
         residuals: What was not sent before, where the wire keeps that.
         total: Sum of all weights, once a part is there. If it is 0, the mean is all zeros.
     """
@@ -261,24 +234,20 @@ class _Swap:
     result: Tensor
     weight: int
     wire: WireFormat
-    name: str
-    timeline: OuterTimeline
     residuals: _Residuals | None = None
     total: int = 0
 
-    def start(self, offset: int, size: int, number: int, *, index: int) -> StartedOperation:
+    def start(self, offset: int, size: int, number: int) -> StartedOperation:
         """Exchange one part of the pseudo-gradient.
 
         Args:
             offset: Of the part.
             size: Of the part.
             number: Of this exchange, the same on all workers and used once.
-            index: Which part it is.
 
         Raises:
             ValueError: If the part holds infinities or NaN.
         """
-        timeline, began = self.timeline, self.timeline.now()
         span = slice(offset, offset + size)
         part, result = self.own[span], self.result[span]
         unsent = None if self.residuals is None or not self.weight else self.residuals.own[span]
@@ -289,21 +258,15 @@ class _Swap:
         own = payloads.pop(self.group.rank(), None)
         shard = shard_of(size, self.group.rank(), self.group.size())
         received = {} if own is None else {w: self._buffer(_length(shard), self.wire) for w in self._others()}
-        timeline.coded("encode", began, lane="encoding", part=index)
-        pushed = timeline.now()
 
         def merge() -> StartedOperation:
-            self._travelled("push", pushed, received, payloads, index)
             mean = None if self.residuals is None else _part(self.residuals.mean[span], shard)
-            return self._share(result, number, [] if own is None else [own, *received.values()], mean, index)
+            return self._share(result, number, [] if own is None else [own, *received.values()], mean)
 
         return StartedOperation(self._messages(received, payloads, 2 * number), merge, messages=True)
 
-    def _share(
-        self, result: Tensor, number: int, versions: list[Tensor], unsent: Tensor | None, index: int
-    ) -> StartedOperation:
+    def _share(self, result: Tensor, number: int, versions: list[Tensor], unsent: Tensor | None) -> StartedOperation:
         """Send the mean of this worker's shard to all, and receive theirs."""
-        timeline, began = self.timeline, self.timeline.now()
         shards = self._shards(result.numel())
         rank = self.group.rank()
         payloads: dict[int, Tensor] = {}
@@ -313,24 +276,12 @@ class _Swap:
             payloads = dict.fromkeys(self._others(), payload)
         means = self.wire.of_means
         received = {w: self._buffer(_length(shards[w]), means) for w in self._others() if w in shards}
-        timeline.coded("add and encode", began, lane="merging", part=index)
-        pulled = timeline.now()
 
         def place() -> None:
-            self._travelled("pull", pulled, received, payloads, index)
-            began = timeline.now()
             for worker, payload in received.items():
                 self._place(result, shards[worker], payload)
-            timeline.coded("decode", began, lane="merging", part=index)
 
         return StartedOperation(self._messages(received, payloads, 2 * number + 1), place, messages=True)
-
-    def _travelled(
-        self, name: str, start: float, received: dict[int, Tensor], sent: dict[int, Tensor], index: int
-    ) -> None:
-        nbytes = sum(payload.numel() for payload in (*received.values(), *sent.values()))
-        now = self.timeline.now()
-        self.timeline.travelled(name, start, now, fragment=self.name, part=index, nbytes=nbytes)
 
     def _merged(self, versions: list[Tensor], length: int, number: int, unsent: Tensor | None) -> Tensor:
         """The message with the mean of this worker's shard."""

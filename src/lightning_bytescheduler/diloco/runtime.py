@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
@@ -32,9 +31,8 @@ from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman, connection_
 from lightning_bytescheduler.diloco.messages import LeaveRounds, PseudoGradientArrived, ToWorker, decode, encode
 from lightning_bytescheduler.diloco.options import DiLoCoOptions
 from lightning_bytescheduler.diloco.outer_optimizer import OuterState
-from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline, beside
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld, worker_name
-from lightning_bytescheduler.diloco.pseudo_gradient_exchange import PseudoGradientExchange, outer_sizes
+from lightning_bytescheduler.diloco.pseudo_gradient_exchange import PseudoGradientExchange, size_of_parts
 from lightning_bytescheduler.diloco.round_record import RoundRecord
 from lightning_bytescheduler.diloco.rounds import RoundsThread
 from lightning_bytescheduler.diloco.session import START, Session
@@ -239,16 +237,12 @@ class LeadingRuntime(Runtime):
         self._stopped = self._idle = False
         self._kept = KeptStates(2 if options.run.overlap else 1)
         self.state = OuterState(trained, weighting=options.run.weighting, **options.outer_step)
-        self.timeline = OuterTimeline(options.timeline, rank=world.rank, worker=name)
-        partition_size, credit = outer_sizes(
-            max(trained.sizes), partition_size=options.partition_size, credit=options.credit
-        )
+        size = size_of_parts(max(trained.sizes))
         self._exchange = PseudoGradientExchange(
             world.leaders,
             wire=options.run.wire,
-            partition_size=partition_size,
-            credit=credit,
-            timeline=self.timeline,
+            partition_size=size,
+            credit=2 * size,
             on_error=self._on_error,
             arrived=lambda update: link.post(PseudoGradientArrived(worker=name, round=update.round)),
         )
@@ -278,7 +272,6 @@ class LeadingRuntime(Runtime):
             overlap=options.run.overlap,
             flush=flush,
             timeout=timeout,
-            timeline=self.timeline,
         )
         super().__init__(session, board)
         hears: Callable[[Any], None] = session.receive if self._rounds is None else self._rounds.post
@@ -380,7 +373,6 @@ class LeadingRuntime(Runtime):
                     if thread is not None:
                         thread.stop(_MOMENT_S if failed else _STOP_S)
             self._idle = self._exchange.stop(_STOP_S) and not failed
-            self.timeline.close()
         return self._idle
 
     def _on_error(self, error: BaseException) -> BaseException:
@@ -406,7 +398,6 @@ class CoordinatedRuntime(Runtime):
         board: Where failures within the worker are published; not closed with the runtime.
         flush: Brings the weights up to date.
         timeout: Longest wait for the first connection, and at the end of a round, in seconds.
-        timeline: File of the timeline, which gets the worker's name before its suffix; ``None`` for none.
         begin: Begins the rounds before training does, if there are no data for this worker to begin with.
 
     Attributes:
@@ -426,7 +417,6 @@ class CoordinatedRuntime(Runtime):
         board: FaultBoard,
         flush: Callable[[], None],
         timeout: float,
-        timeline: str | os.PathLike[str] | None = None,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.options = RunOptions()
@@ -439,8 +429,6 @@ class CoordinatedRuntime(Runtime):
         self._board = board
         self._flush = flush
         self._timeout = timeout
-        self._path = timeline
-        self._timeline = OuterTimeline()
         self._begin = begin
         self._led = False  # to begin with, as all ranks of the worker know it
         self.boundaries: CoordinatedBoundaries | None = None
@@ -488,17 +476,12 @@ class CoordinatedRuntime(Runtime):
         self.state = OuterState(
             trained, weighting=options.weighting, lr=options.outer_lr, momentum=options.outer_momentum, factory=None
         )
-        path = None if self._path is None else beside(self._path, self.worker)
-        self._timeline = OuterTimeline(path, worker=self.worker)
-        self._transport = CoordinatorTransport(
-            self.client, wire=options.wire, sizes=trained.sizes, timeline=self._timeline
-        )
+        self._transport = CoordinatorTransport(self.client, wire=options.wire, sizes=trained.sizes)
         self.session = session(
             state=self.state,
             link=self.client,
             exchange=self._transport,
             timeout=self._timeout,
-            timeline=self._timeline,
         )
         self.check()
         self.client.listen(self.session)
@@ -587,8 +570,6 @@ class CoordinatedRuntime(Runtime):
                 threads = self.client if self._transport is None else self._transport
                 if not threads.stop(_STOP_S):
                     log.warning("%s: the coordinator's threads did not end within %.0f s", self.worker, _STOP_S)
-        with suppress(Exception):
-            self._timeline.close()
         return not failed
 
     def _hello(self, worker: str, session: str) -> Hello:

@@ -70,7 +70,6 @@ from lightning_bytescheduler.diloco.outer_optimizer import (
     pack_state,
     unpack_state,
 )
-from lightning_bytescheduler.diloco.outer_timeline import OuterTimeline
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
@@ -360,7 +359,6 @@ class Session:
         link: To what decides about rounds.
         exchange: Carries pseudo-gradients.
         timeout: Longest wait for the other workers, in seconds.
-        timeline: Where spans go.
 
     Attributes:
         worker: As given, until a coordinator gives another one.
@@ -395,7 +393,6 @@ class Session:
         link: Link | None = None,
         exchange: Exchange | None = None,
         timeout: float = 0.0,
-        timeline: OuterTimeline | None = None,
     ) -> None:
         self.worker = worker
         self.overlap = overlap
@@ -409,7 +406,6 @@ class Session:
         self._trained = trained
         self._flush = flush
         self._timeout = timeout
-        self._timeline = OuterTimeline(worker=worker) if timeline is None else timeline
         self._lock = Condition()
         self._place = Place(counter=RoundCounter(worker))  # changes under the lock
         if state is not None and link is not None and exchange is not None:
@@ -674,7 +670,6 @@ class Session:
             self._link.post(*messages)
 
     def _report(self, *, samples: int, seconds: float, loss: float | None) -> None:
-        self._timeline.trained(self.round)
         self.state.count(samples)
         with self._lock:
             self._place.reported = self._place.counter.step(batch_size=samples, seconds=seconds, loss=loss)
@@ -749,12 +744,12 @@ class Session:
             AwayError: If there is no connection.
             SchedulerTimeoutError: If it is not there in time.
         """
-        since = asked = self._timeline.now()
+        since = asked = time.monotonic()
         longest = self._timeout if timeout is None else timeout
         with self._lock:
             while not ready():
                 self.check()
-                now = self._timeline.now()
+                now = time.monotonic()
                 if now - asked >= _LOOK_S:
                     asked = now
                     meanwhile()
@@ -774,7 +769,6 @@ class Session:
                         "may take longer."
                     )
                 self._lock.wait(min(_LOOK_S, longest - (now - since)))
-        self._timeline.waiting(what, since)
 
     @contextmanager
     def _timed(self, kind: str) -> Iterator[None]:
@@ -889,8 +883,7 @@ class Session:
         return upload
 
     def _update(self, fragment: int, round: int, **in_round: Any) -> Contribution:
-        with self._timeline.doing("pseudo-gradient"):
-            pseudo_gradient, weight = self.state.pseudo_gradient(fragment)
+        pseudo_gradient, weight = self.state.pseudo_gradient(fragment)
         return Contribution(
             worker=self.worker,
             round=round,
@@ -937,7 +930,7 @@ class Session:
             self.state.overwritten(fragment)
             unmerged.lose()
         if mean.total:
-            self._step(fragment, mean, exactly=halts or refused)
+            self.state.merge(fragment, mean.values, total=mean.total, exactly=halts or refused)
         place = self._place
         with self._lock:
             place.version, place.chain = round, mean.chain
@@ -950,10 +943,6 @@ class Session:
         if halts:
             self._synchronise_others(round)
 
-    def _step(self, fragment: int, mean: Mean, *, exactly: bool) -> None:
-        with self._timeline.doing("outer step"):
-            self.state.merge(fragment, mean.values, total=mean.total, exactly=exactly)
-
     def _synchronise_others(self, round: int) -> None:
         """All stand still, with the same weights: synchronise the fragments that the round is not of."""
         updates = [self._update(one, 0) for one in self._fragments if one != self._trained.fragment_of(round)]
@@ -961,7 +950,8 @@ class Session:
             self.state.taken(update)
             with self._timed("exchange_s"):
                 self._while_connected(upload.receipt.done, f"the mean of fragment {update.fragment}")
-            self._step(update.fragment, upload.receipt.result(), exactly=True)
+            mean: Mean = upload.receipt.result()
+            self.state.merge(update.fragment, mean.values, total=mean.total, exactly=True)
 
     def _give_up(self) -> None:
         """What was trained since fragments were last sent is lost: the weights are the global ones again."""
@@ -1104,8 +1094,6 @@ class Session:
 
     def _pass_on(self, *, stop: bool) -> None:
         """Say that this worker is through with what all stood still for, and begin the next round."""
-        ended = self.round_end
-        self._timeline.stood("validation" if ended is not None and ended.validate else "end of the epoch")
         self._post(PassedRoundEnd(worker=self.worker, round=self._place.version, stop=stop))
         self.halted = False
         self._start_round()
@@ -1125,7 +1113,6 @@ class Session:
 
     def _resume(self) -> None:
         self._place.shown.close()
-        self._timeline.stood("validation or another pause")
         place = self._place
         with self._lock:
             place.away = False
@@ -1140,7 +1127,7 @@ class Session:
     def _leave(self, quickly: bool, for_all: bool, hurries: Callable[[], bool]) -> None:
         place = self._place
         place.shown.close()
-        longest = self._timeline.now() + min(self._timeout, _BACK_S)
+        longest = time.monotonic() + min(self._timeout, _BACK_S)
         is_broken = not place.connected
         while True:
             if is_broken and not quickly and self._unsent and not self._reconnect(longest, hurries):
@@ -1152,7 +1139,7 @@ class Session:
                 self._send_last(quickly)
             is_broken = not place.connected or place.welcome is not welcome
             quickly = quickly or hurries()
-            if quickly or not (is_broken and self._unsent) or self._timeline.now() >= longest:
+            if quickly or not (is_broken and self._unsent) or time.monotonic() >= longest:
                 break
         taken = 0 if place.connected else min(self.unmerged.taken, self._unsent)
         if taken:
@@ -1195,7 +1182,7 @@ class Session:
         place = self._place
         with self._lock:
             place.away = False
-        seconds = longest - self._timeline.now()
+        seconds = longest - time.monotonic()
         if not place.connected:
             log.warning(
                 "The coordinator is away: %s waits for it for up to %.0f s, with %d samples to send.",

@@ -219,8 +219,6 @@ class DiLoCoStrategy(RankStrategy):
             0.5, if left out.
         batch_size: Of every worker, or a list with one for each. ``BYTESCHEDULER_BATCH_SIZE`` if left out, and the data
             loader's if that is not set either.
-        timeline: Write what each worker does and sends, as a Chrome trace: worker 0 to this file, others beside it.
-            ``BYTESCHEDULER_TIMELINE`` if left out; beside that one with ``inner="bytescheduler"``.
         inner: How the ranks of one worker train together: with ``"ddp"`` or ``"bytescheduler"``, or a dict with that
             as ``strategy``; with a ``size``, how many ranks that follow one another form a worker, or ``"node"`` for
             those of a machine; and with options for :class:`~torch.nn.parallel.DistributedDataParallel`, or with
@@ -266,7 +264,6 @@ class DiLoCoStrategy(RankStrategy):
         overlap_steps: int | Literal["auto"] | None = None,
         wire_dtype: str | None = None,
         batch_size: int | Sequence[int] | None = None,
-        timeline: str | os.PathLike[str] | None = None,
         inner: str | Mapping[str, Any] | None = None,
         coordinator: str | Mapping[str, str] | None = None,
         worker_states: bool = True,
@@ -281,7 +278,6 @@ class DiLoCoStrategy(RankStrategy):
             outer_optimizer=outer_optimizer,
             coordinated=address is not None,
             batch_size=batch_size,
-            timeline=timeline,
             **inner_of(inner),
             worker_states=worker_states,
         )
@@ -394,7 +390,6 @@ class DiLoCoStrategy(RankStrategy):
                 board=board,
                 flush=self.flush,
                 timeout=timeout,
-                timeline=self._options.timeline,
                 begin=self.begin_rounds,
             )
             self._open.callback(self._stop, coordinated)

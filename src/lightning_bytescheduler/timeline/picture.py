@@ -23,7 +23,6 @@ from lightning_bytescheduler.timeline.timeline import (
     COMMUNICATION,
     COMPUTE,
     GATE,
-    INNER,
     STEP,
     Cover,
     Interval,
@@ -392,9 +391,6 @@ def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]
         allowed = "a file that a training wrote with BYTESCHEDULER_TIMELINE=FILE or timeline=FILE"
         raise OptionError("FILE", options.file, allowed)
     trace = read_timeline(options.file)
-    if trace.select(INNER):
-        allowed = "a timeline of steps; of 'diloco' the command rounds sums rounds up, and Perfetto shows this file"
-        raise OptionError("FILE", options.file, allowed)
     if options.png is not None:
         draw_timeline(trace, options.png, steps=options.steps)
     return [(options.file, _figures_of(trace.summary()))]

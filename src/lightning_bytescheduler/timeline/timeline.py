@@ -47,10 +47,6 @@ COMPUTE: Final = "compute"
 
 CODEC: Final = "codec"
 """Parts of gradients are encoded, added up or decoded, where they are sent compressed."""
-INNER: Final = "inner"
-"""A step of a worker that trains in rounds."""
-STILL: Final = "still"
-"""Such a worker does something other than training, such as validating."""
 
 SPOOL_EVENTS: Final = 4096
 """With more than this many events in memory, the thread that records the next one writes them to the file."""
