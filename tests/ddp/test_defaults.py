@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 
-import pytest
-
 from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy
 from lightning_bytescheduler.ddp.decided_fit import SHORTEST_FIT
 from lightning_bytescheduler.diloco.round_end import FastestSteps
@@ -42,8 +40,7 @@ def test_the_defaults_of_bytescheduler() -> None:
     assert SHORTEST_FIT == 100
 
 
-def test_the_defaults_of_diloco(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("BYTESCHEDULER_BATCH_SIZE", raising=False)
+def test_the_defaults_of_diloco() -> None:
     given = defaults(DiLoCoStrategy)
     assert {name: value for name, value in given.items() if value is not None} == {
         "worker_states": True,
@@ -51,7 +48,6 @@ def test_the_defaults_of_diloco(monkeypatch: pytest.MonkeyPatch) -> None:
     options = DiLoCoStrategy()._options  # what is left out is the coordinator's, where there is one
     without_coordinator = {
         "equal_steps": False,
-        "weighting": "samples",
         "fragments": 1,
         "overlap_steps": 0,
         "wire_dtype": "fp32",

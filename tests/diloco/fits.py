@@ -23,9 +23,11 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import SGD
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_bytescheduler import DiLoCoStrategy
+from lightning_bytescheduler.diloco import pseudo_gradient_exchange
 from lightning_bytescheduler.diloco.messages import Message, SendAfter, StepReport
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from tests.support.models import Tower
@@ -36,6 +38,7 @@ __all__ = [
     "Paced",
     "Pause",
     "Result",
+    "SixOrTwo",
     "calm_tower",
     "diloco_trainer",
     "fit_alone",
@@ -53,6 +56,17 @@ def plain_sgd(parameters: Any) -> SGD:
 
 
 calm_tower = partial(Tower, optimizer=plain_sgd, dropout=0.0)
+
+
+class SixOrTwo(Tower):
+    """Has a batch size for each worker."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer=plain_sgd, dropout=0.0)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        self.batch_size = [6, 2][self.trainer.strategy.worker]
+        return super().train_dataloader()
 
 
 class Measured(Tower):
@@ -170,7 +184,7 @@ def fit_diloco(
     callbacks: tuple[Callable[[], Callback], ...] = (),
     ckpt_path: str | None = None,
     same_seed: bool = False,
-    sizes: tuple[int, int] | None = None,
+    part: int | None = None,
     **trainer_options: Any,
 ) -> Result:
     """Fit once, on this rank of the pool; another seed on each rank, so that equal weights come from the strategy."""
@@ -178,9 +192,8 @@ def fit_diloco(
     module = model()
     with ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
-        if sizes is not None:
-            names = ("BYTESCHEDULER_PARTITION", "BYTESCHEDULER_CREDIT")
-            stack.enter_context(patch.dict(os.environ, zip(names, map(str, sizes), strict=True)))
+        if part is not None:
+            stack.enter_context(patch.object(pseudo_gradient_exchange, "_LARGEST", part))
         speed: Callback = Pause(rank, pauses or {})
         if paces is not None:
             speed = Paced(rank, paces)

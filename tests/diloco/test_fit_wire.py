@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from lightning_bytescheduler.diloco.round_record import read_rounds
-from tests.diloco.fits import Result, calm_tower, fit_diloco, plain_sgd
+from tests.diloco.fits import Result, SixOrTwo, calm_tower, fit_diloco, plain_sgd
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 
-SMALL_PARTS = (300, 600)
+SMALL_PARTS = 300
 
 
 def same_weights(results: list[Result]) -> bool:
@@ -44,7 +44,7 @@ def test_all_workers_hold_the_same_bits(
             "fragments": fragments,
             "overlap_steps": overlap_steps,
         },
-        sizes=SMALL_PARTS,
+        part=SMALL_PARTS,
         model=calm_tower,
         pauses={1: 0.003},
         max_steps=14,
@@ -72,7 +72,7 @@ def test_a_precision_that_changes_the_default_dtype(
     results = diloco_ranks.run(
         fit_diloco,
         options={"inner_steps": 4, "wire_dtype": wire_dtype, "overlap_steps": 2},
-        sizes=SMALL_PARTS,
+        part=SMALL_PARTS,
         model=partial(LongForward, optimizer=plain_sgd, dropout=0.0),
         max_steps=12,
         precision=precision,
@@ -102,8 +102,8 @@ def test_epochs_and_validations_with_overlap(overlap_steps: int | str, diloco_ra
 def test_each_worker_has_its_batch_size_and_its_weight(diloco_ranks: RankPool, tmp_path: Path) -> None:
     results = diloco_ranks.run(
         fit_diloco,
-        options={"inner_steps": 4, "equal_steps": True, "outer_steps": 2, "batch_size": [6, 2]},
-        model=calm_tower,
+        options={"inner_steps": 4, "equal_steps": True, "outer_steps": 2},
+        model=SixOrTwo,
         default_root_dir=str(tmp_path),
     )
     rounds = read_rounds(tmp_path / "rounds.jsonl")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +13,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch.optim import SGD, Adam
-from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_bytescheduler import (
     ByteSchedulerStrategy,
@@ -26,7 +23,6 @@ from lightning_bytescheduler import (
 )
 from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE
 from lightning_bytescheduler.diloco.coordinator_protocol import run_options
-from lightning_bytescheduler.diloco.loaders import with_batch_size
 from lightning_bytescheduler.diloco.options import common_options
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, SampleTarget
 from lightning_bytescheduler.diloco.strategy import RoundHooks, refuse_searches
@@ -44,8 +40,6 @@ from lightning_bytescheduler.diloco.strategy import RoundHooks, refuse_searches
         ("outer_lr", -1.0),
         ("outer_lr", float("nan")),
         ("outer_momentum", 2.0),
-        ("outer_optimizer", "sgd"),
-        ("weighting", "loss"),
         ("fragments", 0),
         ("overlap_steps", -1),
         ("overlap_steps", True),
@@ -54,12 +48,6 @@ from lightning_bytescheduler.diloco.strategy import RoundHooks, refuse_searches
         ("wire_dtype", "fp16"),
         ("wire_dtype", "sparse:2"),
         ("wire_dtype", "int8:0.1"),
-        ("batch_size", 0),
-        ("batch_size", []),
-        ("batch_size", [4, 0]),
-        ("batch_size", "large"),
-        ("batch_size", "auto"),
-        ("batch_size", [4, "many"]),
         ("partition_size", 1000),
         ("credit", 1000),
         ("inner", "fsdp"),
@@ -78,8 +66,6 @@ def test_values_are_named(option: str, value: Any) -> None:
     [
         {"samples_per_round": 100, "inner_steps": 10},
         {"samples_per_round": 100, "equal_steps": True},
-        {"outer_optimizer": SGD, "outer_lr": 0.1},
-        {"outer_optimizer": SGD, "outer_momentum": 0.1},
     ],
 )
 def test_options_that_exclude_each_other(options: dict[str, Any]) -> None:
@@ -93,6 +79,9 @@ def test_options_that_exclude_each_other(options: dict[str, Any]) -> None:
         ("inner_step", "Did you mean 'inner_steps'"),
         ("outer_learning_rate", "Did you mean 'outer_lr'"),
         ("local_steps", "Did you mean 'inner_steps'"),
+        ("outer_optimizer", "Nesterov SGD, with outer_lr and outer_momentum"),
+        ("weighting", "derive a class from PerformanceMonitor"),
+        ("batch_size", r"trainer\.strategy\.worker"),
         ("find_unused_parameters", "write inner={'strategy': ..., 'find_unused_parameters': ...}"),
         ("mode", "write inner={'strategy': ..., 'mode': ...}"),
         ("timeline", "write inner={'strategy': ..., 'timeline': ...}"),
@@ -114,15 +103,14 @@ def test_a_number_without_its_name() -> None:
 
 def test_what_sparse_does_not_send_acts_as_momentum_too() -> None:
     options = DiLoCoStrategy(wire_dtype="sparse")._options
-    assert options.outer_step == {"lr": 1.0, "momentum": 0.5, "factory": None}
+    assert options.outer_step == {"lr": 1.0, "momentum": 0.5}
     options = DiLoCoStrategy(wire_dtype="sparse:0.1", outer_lr=0.5, outer_momentum=0.3)._options
-    assert options.outer_step == {"lr": 0.5, "momentum": 0.3, "factory": None}
+    assert options.outer_step == {"lr": 0.5, "momentum": 0.3}
     assert options.run.wire.density == 0.1
     assert common_options(options)["wire_dtype"] == "sparse:0.1"  # the same on all ranks, or they are refused
     strategy = DiLoCoStrategy(wire_dtype="sparse:0.02", coordinator="http://127.0.0.1:1")
     assert strategy._options.given["wire_dtype"] == common_options(strategy._options)["wire_dtype"] == "sparse"
     assert run_options(wire_dtype="sparse:0.02").wire_dtype == "sparse"
-    assert DiLoCoStrategy(wire_dtype="sparse", outer_optimizer=SGD)._options.outer_step["lr"] is None
 
 
 def test_ranks_that_give_the_default_of_the_outer_step_and_ranks_that_do_not_differ() -> None:
@@ -131,46 +119,7 @@ def test_ranks_that_give_the_default_of_the_outer_step_and_ranks_that_do_not_dif
         common_options(strategy._options) for strategy in (DiLoCoStrategy(), DiLoCoStrategy(outer_lr=0.7))
     )
     assert {name for name in given if given[name] != left_out[name]} == {"outer_lr"}
-    assert DiLoCoStrategy(outer_lr=0.5)._options.outer_step == {"lr": 0.5, "momentum": None, "factory": None}
-
-
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        (SGD([torch.zeros(1)]), "It is an optimizer of other tensors than the outer weights"),
-        ("adam", "Write, for example, outer_optimizer=lambda tensors: torch.optim.Adam"),
-        (torch.nn.Linear, "Write, for example"),
-        (lambda: None, "It is called with the list alone"),
-        (lambda tensors, lr: None, "It is called with the list alone"),
-        ([torch.zeros(1)], "Write, for example"),
-    ],
-)
-def test_what_makes_the_outer_optimizer(value: Any, says: str) -> None:
-    with pytest.raises(OptionError, match=rf"^outer_optimizer=.* must be a function or class .*{says}"):
-        DiLoCoStrategy(outer_optimizer=value)
-    DiLoCoStrategy(outer_optimizer=Adam)
-    DiLoCoStrategy(outer_optimizer=partial(Adam, lr=0.1))
-
-
-@pytest.mark.parametrize("value", ["many", "8.0", "0", "-2"])
-def test_a_variable_that_is_no_batch_size(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BYTESCHEDULER_BATCH_SIZE", value)
-    with pytest.raises(OptionError, match=r"^BYTESCHEDULER_BATCH_SIZE=.* must be a positive whole number"):
-        DiLoCoStrategy()
-    DiLoCoStrategy(batch_size=4)
-    monkeypatch.setenv("BYTESCHEDULER_BATCH_SIZE", " ")
-    DiLoCoStrategy()
-
-
-def test_weights_by_tokens_are_refused_with_what_counts_them() -> None:
-    with pytest.raises(OptionError, match=r"weighting='tokens'.*PerformanceMonitor whose batch_samples\(batch\)"):
-        DiLoCoStrategy(weighting="tokens")  # type: ignore[arg-type]
-
-
-def test_a_batch_size_to_be_found_is_refused_with_what_finds_one() -> None:
-    for given in ("auto", [4, "auto"]):
-        with pytest.raises(OptionError, match=r"batch_size='auto'.*Tuner\.scale_batch_size.*devices=1"):
-            DiLoCoStrategy(batch_size=given)
+    assert DiLoCoStrategy(outer_lr=0.5)._options.outer_step == {"lr": 0.5, "momentum": None}
 
 
 @pytest.mark.parametrize(
@@ -233,35 +182,13 @@ def test_options_come_from_a_config(overlap_steps: int | str, tmp_path: Path, mo
     path.write_text(
         "trainer:\n  accelerator: cpu\n  devices: 2\n  logger: false\n  strategy:\n"
         "    class_path: lightning_bytescheduler.DiLoCoStrategy\n"
-        "    init_args:\n      samples_per_round: 64\n      wire_dtype: int8\n      batch_size: [8, 2]\n"
+        "    init_args:\n      samples_per_round: 64\n      wire_dtype: int8\n"
         f"      overlap_steps: {overlap_steps}\n"
     )
     cli = LightningCLI(BoringModel, run=False, seed_everything_default=1, args=["--config", str(path)])
-    options = cli.trainer.strategy._options
-    run = options.run
-    assert (run.samples_per_round, run.wire_dtype, list(options.batch_size)) == (64, "int8", [8, 2])
+    run = cli.trainer.strategy._options.run
+    assert (run.samples_per_round, run.wire_dtype) == (64, "int8")
     assert run.overlap_steps == overlap_steps
-
-
-def test_a_loader_gets_another_batch_size() -> None:
-    data = torch.utils.data.TensorDataset(torch.arange(12.0))
-    loader = with_batch_size(DataLoader(data, batch_size=2, drop_last=True), 5)
-    assert [len(batch[0]) for batch in loader] == [5, 5]
-
-
-def test_a_loader_that_cannot_have_another_is_named() -> None:
-    class Own(DataLoader[Any]):
-        pass
-
-    with pytest.raises(UnsupportedError, match=r"batch size of a Own.*trainer\.global_rank"):
-        with_batch_size(Own([1, 2, 3]), 2)
-    with pytest.raises(UnsupportedError, match="DataLoader"):
-        with_batch_size(DataLoader([1, 2, 3], batch_size=None, sampler=RandomSampler([1, 2, 3])), 2)
-
-
-def test_a_list_of_batch_sizes_is_for_all_workers() -> None:
-    with pytest.raises(OptionError, match="one for each worker, of which there are 2"):
-        DiLoCoStrategy(batch_size=[1, 2, 3])._options.check_ranks(ranks=2, on_node=2, rank=0, node=0)
 
 
 @pytest.mark.parametrize("size", [None, 1, 0, True, 2.0, "machine"])
@@ -336,10 +263,6 @@ def test_ranks_that_do_not_make_up_workers() -> None:
     with pytest.raises(OptionError, match=r"do not follow one another \(rank 1 is on machine 1\)"):
         DiLoCoStrategy(inner={"strategy": "ddp", "size": "node"})._options.check_ranks(
             ranks=6, on_node=3, rank=1, node=1
-        )
-    with pytest.raises(OptionError, match="one for each worker, of which there are 3"):
-        DiLoCoStrategy(inner={"strategy": "ddp", "size": 2}, batch_size=[4] * 6)._options.check_ranks(
-            ranks=6, on_node=3, rank=0, node=0
         )
 
 

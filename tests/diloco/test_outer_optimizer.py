@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import pytest
 import torch
@@ -124,14 +123,6 @@ def test_two_workers_are_torchs_nesterov_of_their_mean() -> None:
         assert torch.equal(outer.weights[name], tensor)
 
 
-def test_any_optimizer_of_torch() -> None:
-    start = {"x": torch.ones(3)}
-    outer = OuterOptimizer(start, factory=lambda tensors: torch.optim.Adam(tensors, lr=0.1))
-    outer.step({"x": torch.tensor([1.0, -1.0, 2.0])})
-    torch.testing.assert_close(outer.weights["x"], torch.tensor([0.9, 1.1, 0.9]))
-    assert isinstance(outer._optimizer, torch.optim.Adam)
-
-
 def test_a_fragment_steps_without_the_others() -> None:
     outer = OuterOptimizer({"x": torch.zeros(2), "y": torch.zeros(2)})
     outer.step({"x": torch.ones(2)})
@@ -148,14 +139,13 @@ def test_weights_are_copies_in_fp32() -> None:
     assert outer.weights["x"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("factory", [None, lambda tensors: torch.optim.Adam(tensors, lr=0.1)])
-def test_it_carries_on_from_a_checkpoint(factory) -> None:
-    outer = OuterOptimizer({"x": torch.ones(3)}, factory=factory)
+def test_it_carries_on_from_a_checkpoint() -> None:
+    outer = OuterOptimizer({"x": torch.ones(3)})
     outer.step({"x": torch.tensor([1.0, 2.0, 3.0])})
     file = io.BytesIO()
     torch.save(outer.state_dict(), file)
     file.seek(0)
-    again = OuterOptimizer({"x": torch.zeros(3)}, factory=factory)
+    again = OuterOptimizer({"x": torch.zeros(3)})
     again.load_state_dict(torch.load(file, weights_only=True))
     for either in (outer, again):
         either.step({"x": torch.tensor([0.5, 0.0, -1.0])})
@@ -189,24 +179,9 @@ def test_what_does_not_fit_is_not_stepped(merged) -> None:
     assert outer.weights["x"].item() == 1.0
 
 
-@pytest.mark.parametrize(
-    ("factory", "says"),
-    [
-        (lambda tensors: None, "makes an optimizer. It returned NoneType"),
-        (lambda tensors: torch.optim.SGD([torch.zeros(1)]), "of the tensors it is given. It made one of other tensors"),
-        (lambda tensors: torch.optim.SGD(tensors[1:]), "of the tensors it is given"),
-        (torch.optim.LBFGS, "whose step needs no closure"),
-    ],
-)
-def test_an_optimizer_that_would_not_step_the_weights(factory: Any, says: str) -> None:
-    trained = TrainedWeights(model())
-    with pytest.raises(OptionError, match=rf"^outer_optimizer=.*{says}"):
-        OuterState(trained, weighting="samples", lr=None, momentum=None, factory=factory)
-
-
 def test_a_worker_that_has_diverged_is_not_averaged() -> None:
     module = model()
-    state = OuterState(TrainedWeights(module), weighting="samples", lr=None, momentum=None, factory=None)
+    state = OuterState(TrainedWeights(module))
     state.count(4)
     for value, says in ((torch.nan, "is infinite or NaN"), (1e15, r"has changed by 1\.0e\+15 in one round")):
         with torch.no_grad():
@@ -214,13 +189,6 @@ def test_a_worker_that_has_diverged_is_not_averaged() -> None:
         with pytest.raises(UnsupportedError, match=rf"'2\.bias' of this worker {says}.*gradient_clip_val"):
             state.pseudo_gradient(0)
         state.count(4)
-
-
-def test_a_state_of_another_optimizer_is_refused() -> None:
-    weights = weights_of(model())
-    saved = OuterOptimizer(weights).state_dict()
-    with pytest.raises(ValueError, match="is of the optimizer SGD, and outer_optimizer makes Adam"):
-        OuterOptimizer(weights, factory=torch.optim.Adam).load_state_dict(saved)
 
 
 def test_what_is_given_beats_what_was_saved() -> None:

@@ -80,7 +80,7 @@ class Worker:
             worker=self.name,
             group=WorkerGroup() if group is None else group,
             trained=weights,
-            state=OuterState(weights, weighting="samples", lr=None, momentum=None, factory=None),
+            state=OuterState(weights),
             link=self.transport,
             exchange=self.transport,
             overlap=overlap,
@@ -135,8 +135,8 @@ def trained(module: nn.Module, fragments: int = 1) -> TrainedWeights:
 
 
 def mean_of(sent: Sequence[Sending]) -> Mean:
-    total = sum(one.contribution.weight for one in sent)
-    weighted = [one.contribution.pseudo_gradient * one.contribution.weight for one in sent]
+    total = sum(one.contribution.samples for one in sent)
+    weighted = [one.contribution.pseudo_gradient * one.contribution.samples for one in sent]
     return Mean(values=torch.stack(weighted).sum(0) / total, total=total)
 
 
@@ -292,7 +292,7 @@ def test_workers_that_merge_at_different_steps_have_the_same_global_weights(frag
         assert all(map(torch.equal, fast.weights, slow.weights))
     own = [list(worker.module.parameters()) for worker in (fast, slow)]
     assert not all(map(torch.equal, *own))
-    samples = [sum(one.weight for one in worker.transport.sent) for worker in (fast, slow)]
+    samples = [sum(one.samples for one in worker.transport.sent) for worker in (fast, slow)]
     if fragments == 1:  # each step counts in one round
         assert samples == [2 * 5 * 30, 2 * 5 * 10]
 

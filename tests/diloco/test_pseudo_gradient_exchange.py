@@ -23,7 +23,7 @@ def pseudo_gradient_of(rank: int, size: int) -> Tensor:
 
 
 def start(ends: PseudoGradientExchange, fragment: int, values: Tensor, *, weight: int, round: int = 0) -> Future[Mean]:
-    update = Contribution(worker="w", round=round, fragment=fragment, pseudo_gradient=values, weight=weight)
+    update = Contribution(worker="w", round=round, fragment=fragment, pseudo_gradient=values, samples=weight)
     return ends.start(update).receipt
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from lightning_bytescheduler.compression import dense
 from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.diloco import weighted_mean
-from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import OptionError
 from tests.support.plain_mean import PlainMean
 
@@ -199,14 +198,3 @@ def test_empty_tensors_and_other_dtypes() -> None:
     accumulator.add_plain({"none": torch.empty(0), "half": torch.tensor([0.5, 3.0]).bfloat16()}, weight=4)
     assert accumulator.mean()["none"].shape == (0,)
     assert accumulator.mean()["half"].tolist() == [0.5, 3.0]
-
-
-def test_by_samples_or_not_at_all() -> None:
-    assert pseudo_gradient_weight("samples", samples=64) == 64
-    assert pseudo_gradient_weight("uniform", samples=64) == 1
-    assert [pseudo_gradient_weight(weighting, samples=0) for weighting in ("samples", "uniform")] == [0, 0]
-
-
-def test_what_is_no_weighting() -> None:
-    with pytest.raises(OptionError, match=r"weighting='loss' is not allowed.*'samples', 'uniform'"):
-        pseudo_gradient_weight("loss", samples=1)

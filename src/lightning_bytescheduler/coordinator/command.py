@@ -18,7 +18,6 @@ from lightning_bytescheduler.diloco.coordinator_client import TOKEN_VARIABLE
 from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, run_options
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
-from lightning_bytescheduler.diloco.weighted_mean import WEIGHTINGS
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.serving import ServerAccess, parse_bind, read_token
 from lightning_bytescheduler.slices.options import TrackerOptions
@@ -48,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rounds.add_argument("--outer-steps", type=int, metavar="N", help="rounds after which the training is over")
     rounds.add_argument("--outer-lr", type=float, metavar="X", help="outer learning rate (default: 0.7)")
     rounds.add_argument("--outer-momentum", type=float, metavar="X", help="Nesterov momentum (default: 0.9)")
-    rounds.add_argument("--weighting", choices=WEIGHTINGS, help="of updates in the mean (default: samples)")
     rounds.add_argument("--fragments", type=int, metavar="N", help="parts of the model that take turns (default: 1)")
     rounds.add_argument(
         "--overlap-steps",

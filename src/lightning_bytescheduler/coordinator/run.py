@@ -47,7 +47,6 @@ from lightning_bytescheduler.diloco.messages import (
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.diloco.round_record import RoundRecord, WorkerRound
 from lightning_bytescheduler.diloco.rounds import Rounds
-from lightning_bytescheduler.diloco.weighted_mean import pseudo_gradient_weight
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.slices.tracker import TrainedRun
 
@@ -101,7 +100,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
         round: In which it was made.
         fragment: That it is of.
         steps: Taken in that round.
-        samples: Processed since the fragment was last sent.
+        samples: Processed since the fragment was last sent: its weight.
         round_samples: Processed in that round.
         trained: The samples of slices that it was made of, where the coordinator hands slices out.
     """
@@ -456,12 +455,11 @@ class Run:
         expected = self.fragment_of(offer.round)
         if offer.fragment != expected:
             raise OptionError("fragment", offer.fragment, f"{expected}, which round {offer.round} synchronises")
-        weight = pseudo_gradient_weight(self.options.run.weighting, samples=offer.samples)
         is_merging = self.merging is not None and self.merging.round == offer.round  # nothing is added any more
         if offer.round == scheduler.round and scheduler.is_open and not is_merging:
             if not scheduler.expects(offer.member.name, offer.round):
                 raise OptionError("round", offer.round, f"one that {offer.member.name} takes part in")
-            return Place(weight if self._fits(offer) else 0)
+            return Place(offer.samples if self._fits(offer) else 0)
         return Place(0, is_late=True)
 
     def _fits(self, offer: Offer) -> bool:

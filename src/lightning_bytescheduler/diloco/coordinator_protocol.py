@@ -41,7 +41,6 @@ from lightning_bytescheduler.diloco.fragments import Overlap, OverlapSteps
 from lightning_bytescheduler.diloco.messages import AnyMessage, Message, decoded
 from lightning_bytescheduler.diloco.outer_optimizer import SPARSE_DEFAULTS
 from lightning_bytescheduler.diloco.round_end import INNER_STEPS, FastestSteps, FixedSteps, RoundTarget, SampleTarget
-from lightning_bytescheduler.diloco.weighted_mean import WEIGHTINGS
 from lightning_bytescheduler.exceptions import OptionError
 
 PROTOCOL = 1
@@ -137,7 +136,6 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         outer_steps: See there.
         outer_lr: See there.
         outer_momentum: See there.
-        weighting: See there.
         fragments: See there.
         overlap_steps: See there.
         wire_dtype: See there; of updates and means.
@@ -149,7 +147,6 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     outer_steps: int | None = None
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-    weighting: str = "samples"
     fragments: int = 1
     overlap_steps: OverlapSteps = 0
     wire_dtype: str = "fp32"
@@ -206,10 +203,6 @@ def run_options(**given: Any) -> RunOptions:
     options = RunOptions(**{**defaults, **chosen, "wire_dtype": wire.name})
     require_positive("outer_lr", options.outer_lr)
     require_share("outer_momentum", options.outer_momentum)
-    if options.weighting == "tokens":
-        way_out = "Derive a class from PerformanceMonitor whose batch_samples(batch) counts tokens."
-        raise OptionError("weighting", "tokens", "'samples', or 'uniform'", way_out)
-    require_one_of("weighting", options.weighting, WEIGHTINGS)
     require_whole("fragments", options.fragments, 1)
     _ = options.overlap  # checks what it is made of
     return options

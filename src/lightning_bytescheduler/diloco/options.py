@@ -6,19 +6,15 @@ gradients.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import msgspec
-from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import is_whole, require_bool, require_known
 from lightning_bytescheduler.ddp.ddp_arguments import ELSEWHERE, check_ddp_options, known_ddp_options
 from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, run_options
-from lightning_bytescheduler.diloco.loaders import resolve_batch_size
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
@@ -28,7 +24,6 @@ _NODE = "node"
 _SCHEDULED = ("partition_size", "credit", "cross_barrier", "mode", "timeline", "debug")
 _LAUNCH = ("accelerator", "parallel_devices", "process_group_backend", "start_method", "timeout")
 _REFUSED = ("tuning", "log_metrics")
-_OPTIMIZER = "a function or class that makes an optimizer of a list of tensors, or None"
 
 OPTIONS_ELSEWHERE = {
     **ELSEWHERE,
@@ -38,6 +33,9 @@ OPTIONS_ELSEWHERE = {
     },
     "inner_size": "Write inner={'strategy': 'ddp', 'size': ...}.",
     "outer_learning_rate": "Did you mean 'outer_lr'?",
+    "outer_optimizer": "The outer step is that of Nesterov SGD, with outer_lr and outer_momentum.",
+    "weighting": "A worker counts by its samples; derive a class from PerformanceMonitor to count something else.",
+    "batch_size": "Give each worker's loader its own; trainer.strategy.worker is the worker's number.",
     **dict.fromkeys(("local_steps", "sync_every"), "Did you mean 'inner_steps'?"),
 }
 """What to say of options that ``DiLoCoStrategy`` does not have itself, by name."""
@@ -71,8 +69,6 @@ class DiLoCoOptions:
     """
 
     given: Mapping[str, Any]
-    outer_optimizer: Callable[[list[Tensor]], Optimizer] | None
-    batch_size: int | Sequence[int] | None
     inner: str | None
     inner_size: int | Literal["node"] | None
     inner_options: Mapping[str, Any]
@@ -83,43 +79,7 @@ class DiLoCoOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "run", run_options(**self.given))
         require_bool("worker_states", self.worker_states)
-        self._check_outer_optimizer()
-        self._check_batch_size()
         self._check_inner()
-
-    def _check_outer_optimizer(self) -> None:
-        if self.coordinated and self.outer_optimizer is not None:
-            raise OptionError(
-                "outer_optimizer",
-                self.outer_optimizer,
-                "left out where a coordinator is given, which takes the outer step",
-            )
-        if self.outer_optimizer is not None:
-            self._check_factory(self.outer_optimizer)
-            for option in ("outer_lr", "outer_momentum"):
-                if self.given.get(option) is not None:
-                    raise OptionError(option, self.given[option], "left out where outer_optimizer is given")
-
-    def _check_factory(self, given: object) -> None:
-        way_out = "Write, for example, outer_optimizer=lambda tensors: torch.optim.Adam(tensors, lr=0.01)."
-        if isinstance(given, Optimizer):
-            way_out = f"It is an optimizer of other tensors than the outer weights. {way_out}"
-        elif callable(given) and not (isinstance(given, type) and not issubclass(given, Optimizer)):
-            try:
-                inspect.signature(given).bind([])
-                return
-            except TypeError:
-                way_out = f"It is called with the list alone. {way_out}"
-            except ValueError:  # has no signature to look at
-                return
-        raise OptionError("outer_optimizer", given, _OPTIMIZER, way_out)
-
-    def _check_batch_size(self) -> None:
-        sizes = self.batch_size if isinstance(self.batch_size, (list, tuple)) else [self.batch_size]
-        if not sizes:
-            raise OptionError("batch_size", self.batch_size, "one for each worker")
-        for size in sizes:
-            resolve_batch_size(size, environ={})
 
     def _check_inner(self) -> None:
         if self.inner is None:
@@ -173,21 +133,16 @@ class DiLoCoOptions:
                 self.inner_size,
                 f"a number where the ranks of a machine do not follow one another (rank {rank} is on machine {node})",
             )
-        workers = ranks // size
-        if isinstance(self.batch_size, (list, tuple)) and len(self.batch_size) != workers:
-            raise OptionError("batch_size", self.batch_size, f"one for each worker, of which there are {workers}")
 
     @property
-    def outer_step(self) -> dict[str, Any]:
-        """What makes the outer optimizer; what was left out is a checkpoint's, or else the optimizer's own default."""
-        if self.outer_optimizer is not None:
-            return {"lr": None, "momentum": None, "factory": self.outer_optimizer}
+    def outer_step(self) -> dict[str, float | None]:
+        """Of the outer optimizer; what was left out is a checkpoint's, or else the optimizer's own default."""
         sparse = self.run.wire.dtype == "sparse"
         lr, momentum = (
             getattr(self.run, option) if sparse or self.given.get(option) is not None else None
             for option in ("outer_lr", "outer_momentum")
         )
-        return {"lr": lr, "momentum": momentum, "factory": None}
+        return {"lr": lr, "momentum": momentum}
 
     def rounds(self, timeout: float) -> RoundOptions:
         """How long workers are waited for: none is given up before the timeout, as all of them live or the job ends.
@@ -292,6 +247,5 @@ def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def common_options(options: DiLoCoOptions) -> dict[str, object]:
     """What must be the same on all ranks, by name."""
-    own = ("batch_size", "outer_optimizer")
-    common = {name: getattr(options, name) for name in _NAMES if name not in own} | msgspec.structs.asdict(options.run)
+    common = {name: getattr(options, name) for name in _NAMES} | msgspec.structs.asdict(options.run)
     return common | {f"outer_{name}": options.outer_step[name] for name in ("lr", "momentum")}  # None: a checkpoint's

@@ -9,9 +9,8 @@ received in host memory. The same outer step then gives the same bits on every w
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from lightning_bytescheduler.checks import importing, require_positive, require_share
 from lightning_bytescheduler.diloco.fragments import TrainedWeights, mix
-from lightning_bytescheduler.diloco.weighted_mean import LARGEST, pseudo_gradient_weight
+from lightning_bytescheduler.diloco.weighted_mean import LARGEST
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -38,43 +37,13 @@ def pseudo_gradient(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -
     return {name: before[name].detach().float() - tensor.detach().float() for name, tensor in after.items()}
 
 
-def made_by(factory: Callable[[list[Tensor]], Optimizer], tensors: list[Tensor]) -> Optimizer:
-    """The optimizer that ``factory`` makes of ``tensors``, if it will step them.
-
-    Args:
-        factory: Makes it.
-        tensors: What it is to step.
-
-    Raises:
-        OptionError: If it is no optimizer, has other tensors, or takes its steps with a closure.
-    """
-    made, option = factory(tensors), "outer_optimizer"
-    if not isinstance(made, Optimizer):
-        raise OptionError(option, factory, "a function that makes an optimizer", f"It returned {type(made).__name__}.")
-    held = {id(tensor) for group in made.param_groups for tensor in group["params"]}
-    if any(id(tensor) not in held for tensor in tensors):
-        raise OptionError(
-            option,
-            factory,
-            "a function that makes an optimizer of the tensors it is given",
-            "It made one of other tensors, such as the model's parameters, which would leave the outer weights alone.",
-        )
-    closure = inspect.signature(made.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise OptionError(
-            option, factory, "a function that makes an optimizer whose step needs no closure", "torch.optim.LBFGS does."
-        )
-    return made
-
-
 class OuterOptimizer:
-    """SGD with Nesterov momentum by default, or any optimizer of ``torch.optim``.
+    """SGD with Nesterov momentum.
 
     Args:
         weights: The weights to start from, by name. Copied, in fp32.
         lr: Outer learning rate, 0.7 by default.
         momentum: From 0 to 1, 0.9 by default; 0 for plain SGD.
-        factory: Makes the optimizer for a list of tensors, in place of SGD; without the two above.
 
     Attributes:
         weights: The global weights, in fp32. To be read only; a step changes them in place.
@@ -89,7 +58,6 @@ class OuterOptimizer:
         *,
         lr: float | None = None,
         momentum: float | None = None,
-        factory: Callable[[list[Tensor]], Optimizer] | None = None,
     ) -> None:
         self._given = {name: value for name, value in (("lr", lr), ("momentum", momentum)) if value is not None}
         lr = require_positive("lr", 0.7 if lr is None else lr)
@@ -98,11 +66,7 @@ class OuterOptimizer:
             name: tensor.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             for name, tensor in weights.items()
         }
-        tensors = list(self.weights.values())
-        if factory is None:
-            self._optimizer: Optimizer = SGD(tensors, lr=lr, momentum=momentum, nesterov=momentum > 0)
-        else:
-            self._optimizer = made_by(factory, tensors)
+        self._optimizer = SGD(list(self.weights.values()), lr=lr, momentum=momentum, nesterov=momentum > 0)
 
     def step(self, merged: Mapping[str, Tensor]) -> None:
         """Step along a merged pseudo-gradient.
@@ -130,25 +94,18 @@ class OuterOptimizer:
         return {
             "weights": {name: tensor.clone() for name, tensor in self.weights.items()},
             "optimizer": copied(self._optimizer.state_dict()),
-            "kind": type(self._optimizer).__name__,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; a learning rate and a momentum that were given stay.
 
         Raises:
-            ValueError: If its weights have other names or shapes, or it is another optimizer's; nothing was changed.
+            ValueError: If its weights have other names or shapes; nothing was changed.
         """
         weights: Mapping[str, Tensor] = state["weights"]
         ours = {name: tensor.shape for name, tensor in self.weights.items()}
         if {name: tensor.shape for name, tensor in weights.items()} != ours:
             raise ValueError("The outer state does not fit: its weights have other names or shapes.")
-        kind = type(self._optimizer).__name__
-        if state.get("kind", kind) != kind:
-            raise ValueError(
-                f"The outer state in the checkpoint is of the optimizer {state['kind']}, and outer_optimizer makes "
-                f"{kind}. Go on with the one of before, or load the weights alone, with load_from_checkpoint()."
-            )
         self._optimizer.load_state_dict(copied(state["optimizer"]))
         for group in self._optimizer.param_groups:
             group.update(self._given)
@@ -167,8 +124,7 @@ class Contribution:
         round: The round; 0 for fragments that are synchronised beside the round that ends.
         fragment: The fragment's number.
         pseudo_gradient: Flat, fp32, on the CPU; not to be changed any more.
-        weight: Its weight in the mean, as this worker computes it.
-        samples: Processed since this fragment was last part of a mean.
+        samples: Processed since this fragment was last part of a mean: its weight in the next one.
         steps: Taken in this round.
         round_samples: Processed in this round.
         trained: The samples of slices that it was made of, where a coordinator hands slices out.
@@ -178,7 +134,6 @@ class Contribution:
     round: int
     fragment: int
     pseudo_gradient: Tensor
-    weight: int = 0
     samples: int = 0
     steps: int = 0
     round_samples: int = 0
@@ -231,10 +186,8 @@ class OuterState:
 
     Args:
         trained: What is trained.
-        weighting: One of ``WEIGHTINGS``, see ``pseudo_gradient_weight``.
         lr: See :class:`OuterOptimizer`.
         momentum: See :class:`OuterOptimizer`.
-        factory: See :class:`OuterOptimizer`.
 
     Attributes:
         trained: As given.
@@ -242,23 +195,13 @@ class OuterState:
         changed: Fragments whose trained weights were replaced here; its reader clears it.
     """
 
-    def __init__(
-        self,
-        trained: TrainedWeights,
-        *,
-        weighting: str,
-        lr: float | None,
-        momentum: float | None,
-        factory: Callable[[list[Tensor]], Optimizer] | None,
-    ) -> None:
+    def __init__(self, trained: TrainedWeights, *, lr: float | None = None, momentum: float | None = None) -> None:
         self.trained = trained
         self._parameters = trained.parameters
-        self._weighting = weighting
         self._optimizer = OuterOptimizer(
             {name: parameter.detach().cpu() for name, parameter in self._parameters.items()},
             lr=lr,
             momentum=momentum,
-            factory=factory,
         )
         self.samples = [0] * len(trained.fragments)
         self.changed: set[int] = set()
@@ -281,11 +224,8 @@ class OuterState:
         """Note that a fragment's trained weights are the global ones now: nothing of it is left to send."""
         self.samples[fragment] = 0
 
-    def pseudo_gradient(self, fragment: int) -> tuple[Tensor, int]:
-        """The change of a fragment by this worker's steps, since it was last part of a mean.
-
-        Returns:
-            The pseudo-gradient, flat, and the weight it has in the mean.
+    def pseudo_gradient(self, fragment: int) -> Tensor:
+        """The change of a fragment by this worker's steps, since it was last part of a mean; flat.
 
         Raises:
             UnsupportedError: If a parameter is trained that was not at first: the workers' would drift apart; or if one
@@ -295,9 +235,8 @@ class OuterState:
         names = self.trained.fragments[fragment]
         after = {name: self._parameters[name].detach().cpu() for name in names}
         parts = pseudo_gradient(self._optimizer.weights, after)
-        weight = pseudo_gradient_weight(self._weighting, samples=self.samples[fragment])
-        _require_sane(parts, weight)
-        return torch.cat([parts[name].reshape(-1) for name in names]), weight
+        _require_sane(parts, self.samples[fragment])
+        return torch.cat([parts[name].reshape(-1) for name in names])
 
     @contextmanager
     def carried(self) -> Iterator[None]:
@@ -407,14 +346,14 @@ _BUFFER = "momentum_buffer"
 
 
 def pack_state(state: Mapping[str, Any]) -> bytes:
-    """Write what ``OuterOptimizer.state_dict`` gave, of SGD."""
+    """Write what ``OuterOptimizer.state_dict`` gave."""
     with importing("DiLoCoStrategy(coordinator=...)", extra="coordinator"):
         from safetensors.torch import save
     return bytes(save(named_tensors(state)))
 
 
 def named_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What ``OuterOptimizer.state_dict`` gave, of SGD, as it travels: ``weights.NAME`` and ``momentum.NAME``."""
+    """What ``OuterOptimizer.state_dict`` gave, as it travels: ``weights.NAME`` and ``momentum.NAME``."""
     weights: Mapping[str, Tensor] = state["weights"]
     tensors = {f"{_WEIGHTS}{name}": tensor.contiguous() for name, tensor in weights.items()}
     for index, name in enumerate(weights):
@@ -441,7 +380,7 @@ def state_in(tensors: Mapping[str, Tensor], like: Mapping[str, Any]) -> dict[str
         if (key := f"{_MOMENTUM}{name}") in tensors:
             buffers[index] = {_BUFFER: tensor_in(tensors, key, ours.shape).float()}
     optimizer = {"state": buffers, "param_groups": like["optimizer"]["param_groups"]}
-    return {"weights": weights, "optimizer": optimizer, "kind": like["kind"]}
+    return {"weights": weights, "optimizer": optimizer}
 
 
 def tensor_in(tensors: Mapping[str, Tensor], key: str, shape: torch.Size) -> Tensor:

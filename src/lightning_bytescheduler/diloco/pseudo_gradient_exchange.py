@@ -123,7 +123,7 @@ class PseudoGradientExchange:
             group=self._group,
             own=pseudo_gradient,
             result=torch.empty_like(pseudo_gradient),
-            weight=contribution.weight,
+            weight=contribution.samples,
             wire=self._wire,
             residuals=self._residuals_of(name, pseudo_gradient) if self._wire.keeps_residuals else None,
         )

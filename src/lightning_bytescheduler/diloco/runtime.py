@@ -236,7 +236,7 @@ class LeadingRuntime(Runtime):
         silence = min(NATIVE_S, timeout / 4)
         self._stopped = self._idle = False
         self._kept = KeptStates(2 if options.run.overlap else 1)
-        self.state = OuterState(trained, weighting=options.run.weighting, **options.outer_step)
+        self.state = OuterState(trained, **options.outer_step)
         size = size_of_parts(max(trained.sizes))
         self._exchange = PseudoGradientExchange(
             world.leaders,
@@ -473,9 +473,7 @@ class CoordinatedRuntime(Runtime):
         if self.client is None:
             self.session = session()
             return
-        self.state = OuterState(
-            trained, weighting=options.weighting, lr=options.outer_lr, momentum=options.outer_momentum, factory=None
-        )
+        self.state = OuterState(trained, lr=options.outer_lr, momentum=options.outer_momentum)
         self._transport = CoordinatorTransport(self.client, wire=options.wire, sizes=trained.sizes)
         self.session = session(
             state=self.state,

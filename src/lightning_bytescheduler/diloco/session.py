@@ -883,13 +883,11 @@ class Session:
         return upload
 
     def _update(self, fragment: int, round: int, **in_round: Any) -> Contribution:
-        pseudo_gradient, weight = self.state.pseudo_gradient(fragment)
         return Contribution(
             worker=self.worker,
             round=round,
             fragment=fragment,
-            pseudo_gradient=pseudo_gradient,
-            weight=weight,
+            pseudo_gradient=self.state.pseudo_gradient(fragment),
             samples=self.state.samples[fragment],
             **in_round,
         )

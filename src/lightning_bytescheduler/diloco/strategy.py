@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_bytescheduler.checks import options_by_name
@@ -32,7 +31,7 @@ from lightning_bytescheduler.ddp.sigterm import worker_signals
 from lightning_bytescheduler.diloco.coordinator_client import resolve_coordinator
 from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, wire_named
 from lightning_bytescheduler.diloco.fragments import TrainedWeights
-from lightning_bytescheduler.diloco.loaders import resolve_batch_size, share_of, shared_loader, with_batch_size
+from lightning_bytescheduler.diloco.loaders import share_of, shared_loader
 from lightning_bytescheduler.diloco.options import (
     OPTIONS_ELSEWHERE,
     WAY_OUT,
@@ -208,8 +207,6 @@ class DiLoCoStrategy(RankStrategy):
         outer_steps: Rounds after which training is over, if nothing else has ended it.
         outer_lr: Learning rate of the outer Nesterov SGD; 0.7 if left out.
         outer_momentum: Its momentum; 0.9 if left out.
-        outer_optimizer: A function that makes another optimizer of a list of tensors.
-        weighting: How much a worker's pseudo-gradient counts: by ``"samples"``, or ``"uniform"``.
         fragments: Number of parts that the model is cut into; each round synchronises one, in turn.
         overlap_steps: Steps that a worker goes on for while its pseudo-gradient travels; 0 waits. ``"auto"``: until the
             mean is there, for half of its last round at most.
@@ -217,8 +214,6 @@ class DiLoCoStrategy(RankStrategy):
             changes alone: 2% of them, or ``"sparse:0.01"``. What int8, int4 and sparse lose in a round is sent in a
             later one. What sparse does not send acts as momentum, so ``outer_lr`` is 1 then, and ``outer_momentum``
             0.5, if left out.
-        batch_size: Of every worker, or a list with one for each. ``BYTESCHEDULER_BATCH_SIZE`` if left out, and the data
-            loader's if that is not set either.
         inner: How the ranks of one worker train together: with ``"ddp"`` or ``"bytescheduler"``, or a dict with that
             as ``strategy``; with a ``size``, how many ranks that follow one another form a worker, or ``"node"`` for
             those of a machine; and with options for :class:`~torch.nn.parallel.DistributedDataParallel`, or with
@@ -258,12 +253,9 @@ class DiLoCoStrategy(RankStrategy):
         outer_steps: int | None = None,
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
-        outer_optimizer: Callable[[list[Tensor]], Optimizer] | None = None,
-        weighting: Literal["samples", "uniform"] | None = None,
         fragments: int | None = None,
         overlap_steps: int | Literal["auto"] | None = None,
         wire_dtype: str | None = None,
-        batch_size: int | Sequence[int] | None = None,
         inner: str | Mapping[str, Any] | None = None,
         coordinator: str | Mapping[str, str] | None = None,
         worker_states: bool = True,
@@ -275,14 +267,10 @@ class DiLoCoStrategy(RankStrategy):
         address = resolve_coordinator(coordinator)
         self._options = DiLoCoOptions(
             given=common,
-            outer_optimizer=outer_optimizer,
             coordinated=address is not None,
-            batch_size=batch_size,
             **inner_of(inner),
             worker_states=worker_states,
         )
-        if batch_size is None:
-            resolve_batch_size(None)  # a variable that is none is said here, and not when the data are there
         self._address = address
         self._world: WorkerWorld | None = None
         self._joint: JointCollectives | None = None
@@ -473,18 +461,16 @@ class DiLoCoStrategy(RankStrategy):
             super().configure_ddp()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Give training data this worker's batch size; see DDPStrategy."""
+        """See DDPStrategy."""
         module = self.lightning_module
         if module is None or module.trainer.state.stage != RunningStage.TRAINING:
             return dataloader
         if isinstance(self._runtime, CoordinatedRuntime):
             seed_sampler(dataloader, self._runtime.worker)
-        size = resolve_batch_size(self._options.batch_size, worker=self.worker)
-        sized = dataloader if size is None else with_batch_size(dataloader, size)
         if self._address is not None:
-            return sized
+            return dataloader
         progress: Any = module.trainer.fit_loop.epoch_loop.batch_progress
-        return shared_loader(sized, self.global_rank, self.ranks, lambda: progress.current.processed)
+        return shared_loader(dataloader, self.global_rank, self.ranks, lambda: progress.current.processed)
 
     def teardown(self) -> None:
         """Stop every thread, leave all groups; see DDPStrategy."""

@@ -18,20 +18,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_bytescheduler.checks import require_one_of, require_whole
+from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.compression.dense import chunk_size, chunks_of
 from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.exceptions import OptionError
-
-Weighting = Literal["samples", "uniform"]
-WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
-"""Ways to weight pseudo-gradients."""
 
 _CPU = torch.device("cpu")
 _COARSE_BITS, _FINE_BITS = 24, 40
@@ -218,21 +213,3 @@ def _by_numpy() -> bool:
 def _signed(number: int) -> int:
     """The same modulo 2^64, as 64 bits with a sign hold it."""
     return (number + 2**63) % 2**64 - 2**63
-
-
-def pseudo_gradient_weight(weighting: str, *, samples: int) -> int:
-    """Weight of one worker's pseudo-gradient, relative to the others'.
-
-    Args:
-        weighting: One of ``WEIGHTINGS``.
-        samples: That the worker processed in the round.
-
-    Returns:
-        0 for a worker that has processed nothing, whatever the weighting.
-
-    Raises:
-        OptionError: If a value is not allowed.
-    """
-    require_one_of("weighting", weighting, WEIGHTINGS)
-    require_whole("samples", samples, 0)
-    return samples if weighting == "samples" else int(samples > 0)
