@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -221,7 +220,7 @@ def test_an_update_that_finds_no_room_is_forgotten(monkeypatch: pytest.MonkeyPat
 def test_an_upload_that_could_only_be_dropped_is_cut() -> None:
     async def work() -> None:
         run: Any = SimpleNamespace()
-        bulk = routes.BulkRoutes(run, UploadRoom(1, ThreadPoolExecutor()), Stalls(60.0, time.monotonic), nothing)
+        bulk = routes.BulkRoutes(run, UploadRoom(1, ThreadPoolExecutor()), Stalls(60.0), nothing)
         late_one, next_one = (asyncio.ensure_future(asyncio.sleep(60)) for _ in range(2))
         bulk._uploads = {("a", 3): late_one, ("b", 4): next_one}  # type: ignore[dict-item]
         merge: Any = SimpleNamespace(round=3, counts=True)

@@ -144,7 +144,7 @@ def test_steps_of_a_worker_that_was_given_up_count_when_it_comes_back_in_the_sam
     back = played.hello("other", session=session, version=version, chain=chain)  # if it is behind, it merges first
     assert not played.welcome.fetch
     told = played.say(back, join(back, round=2, steps=30, samples=30))
-    assert messages.Acknowledge(round=2, reported=30, left=60) in told
+    assert messages.Acknowledge(round=2, reported=30) in told
     assert played.run.scheduler.left == 60
 
 
@@ -225,7 +225,7 @@ def test_an_update_without_samples_that_is_sent_twice_is_known() -> None:
     offer = played.offer(one, 2, 0)
     played.run.sending(offer, played.now)
     played.run.arrived(offer, played.now, Place(0))
-    assert played.run.seen(offer) == Place(0)
+    assert played.run.contributions.seen(offer) == Place(0)
     assert played.run.contributions.take(2) == ()
 
 

@@ -90,17 +90,17 @@ def test_slices_of_a_worker_that_stands_still_are_handed_out_sooner_if_others_wa
     )
     assert isinstance(first, Assignment)
     slices.take_back(members, workers, rounds, 19.9)
-    assert slices.held("a") == 1, "nobody waits for it yet"
+    assert slices.tracker.held("a") == 1, "nobody waits for it yet"
     if not others_wait:
         slices.take_back(members, workers, rounds, 20.0)
-        assert slices.held("a") == 0
+        assert slices.tracker.held("a") == 0
     answer(two, ReportProgress(session=sessions[1], grant=second.grant, trained=10))
     more = RequestSlice(session=sessions[1], epoch=0, holding=(second.grant,))  # until it is in the weights
     asked = answer(two, more)
     if others_wait:
         assert isinstance(asked, AskLater)
         slices.take_back(members, workers, rounds, 9.9)
-        assert slices.held("a") == 1
+        assert slices.tracker.held("a") == 1
         slices.take_back(members, workers, rounds, 10.0)
         asked = answer(two, more)
     assert isinstance(asked, Assignment)
@@ -207,7 +207,7 @@ def test_who_has_left_while_it_asked_gets_no_slice(tmp_path: Path) -> None:
         server.call(lambda: server.service.run.leave(server.service.run.members.by_name("w0"), time.monotonic()))
         handed.set()
         assert (await sending).status == 403
-        assert not slices.held("w0")
+        assert not slices.tracker.held("w0")
 
     with CoordinatorServer(options_of(), slices=slices) as server:
         in_a_run(server, 2, work)

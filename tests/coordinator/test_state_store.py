@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.coordinator import state_store
 from lightning_bytescheduler.coordinator.state_store import StateStore, pack
 from lightning_bytescheduler.exceptions import OptionError
 
@@ -219,8 +218,7 @@ def hold(folder, ready, go_on) -> None:
     os._exit(0)
 
 
-def test_a_second_coordinator_is_refused_while_the_first_lives(tmp_path, monkeypatch):
-    monkeypatch.setattr(state_store, "_TAKEOVER_SECONDS", 0.1)
+def test_a_second_coordinator_is_refused_while_the_first_lives(tmp_path):
     first = StateStore(str(tmp_path))
     with pytest.raises(OptionError, match="one that lives has this"):
         StateStore(str(tmp_path))
@@ -228,16 +226,7 @@ def test_a_second_coordinator_is_refused_while_the_first_lives(tmp_path, monkeyp
     StateStore(str(tmp_path)).close()
 
 
-def test_the_next_coordinator_waits_for_one_that_ends(tmp_path):
-    first = StateStore(str(tmp_path))
-    soon = threading.Timer(0.3, first.close)
-    soon.start()
-    StateStore(str(tmp_path)).close()
-    soon.join()
-
-
-def test_one_that_is_killed_does_not_keep_the_state_from_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr(state_store, "_TAKEOVER_SECONDS", 0.1)
+def test_one_that_is_killed_does_not_keep_the_state_from_the_next(tmp_path):
     context = multiprocessing.get_context("forkserver")
     ready, go_on = context.Event(), context.Event()
     process = context.Process(target=hold, args=(str(tmp_path), ready, go_on), daemon=True)

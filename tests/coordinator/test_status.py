@@ -66,12 +66,10 @@ def test_an_empty_run_has_metrics():
         uptime=0.0,
         round=0,
         phase="waiting",
-        outer_steps=None,
         last_round=None,
         target="100 steps of the fastest worker",
         left=100,
         weights_version=0,
-        chain="0" * 32,
         parameters=0,
         samples=0,
         workers=(),
@@ -153,13 +151,6 @@ def test_a_coordinator_that_is_busy_is_not_over(monkeypatch):
         assert not server.over
         held.set()
         assert not server.over
-
-
-def test_a_round_has_the_time_that_it_had() -> None:
-    record = RoundRecord(round=1, start=5.0, end=9.0, decided=None, workers=())
-    assert summary_of(record, 0.0, live=3).deadline is None
-    waited = summary_of(msgspec.structs.replace(record, decided=7.0, deadline=25.0), 0.0, live=3)
-    assert (waited.seconds, waited.deadline) == (4.0, 20.0)
 
 
 def test_participation_is_the_share_of_live_workers_that_are_merged() -> None:

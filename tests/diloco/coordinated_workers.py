@@ -121,12 +121,12 @@ class ThreadWorker:
             raise self.error
         return self
 
-    def repeated(self) -> set[int]:
-        """Steps of rounds that had to be repeated, by number, if it was alone."""
+    def given_up(self) -> set[int]:
+        """Steps that an older state has none of, by number, if it was alone: until the worker had taken that."""
         at, version, gone = {0: 0}, 0, set[int]()
         for now, taken in zip(self.versions, self.taken_at, strict=True):
             if now < version:
-                gone |= set(range(at[now], at[version]))
+                gone |= set(range(max(at[known] for known in at if known <= now), taken))
             else:
                 at[now] = taken
             version = now

@@ -1,10 +1,10 @@
 """``python -m tests.diloco.kill_coordinator``: a coordinator is killed at 50 random moments, and nothing is lost.
 
 It is started anew from its state each time. A round that had ended, but whose state was not kept yet, is repeated, and
-what workers had trained in it is gone with it; nothing else may be. Of one worker, whose steps are multiples of 1/1024,
-the global weights are known whatever the rounds were: with an outer step of 1 and no momentum, the first ones less all
-of its other steps, bit for bit. A step that is lost, or counted twice, shows in them. With more workers, the samples
-that were merged are compared with those that they have trained on.
+what workers have trained since the state before it is given up; nothing else may be. Of one worker, whose steps are
+multiples of 1/1024, the global weights are known whatever the rounds were: with an outer step of 1 and no momentum, the
+first ones less all of its other steps, bit for bit. A step that is lost, or counted twice, shows in them. With more
+workers, the samples that were merged are compared with those that they have trained on.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def main() -> int:
             status = coordinator.until_there()
         finally:
             coordinator.stop()
-    gone = [worker.repeated() for worker in workers]
-    taken, repeated = sum(worker.taken for worker in workers), sum(map(len, gone))
+    gone = [worker.given_up() for worker in workers]
+    taken, lost = sum(worker.taken for worker in workers), sum(map(len, gone))
     rounds, merged = status["weights_version"], status["samples"]
-    console.print(f"{rounds} rounds, {taken} steps, {repeated} of them in rounds that were repeated; {merged} samples")
-    failed = merged != 2 * (taken - repeated)
+    console.print(f"{rounds} rounds, {taken} steps, {lost} of them given up; {merged} samples")
+    failed = merged != 2 * (taken - lost)
     if asked.workers == 1:
         pairs = zip(workers[0].weights, workers[0].uninterrupted(without=gone[0]), strict=True)
         off = max(float((one - other).abs().max()) for one, other in pairs)

@@ -339,49 +339,17 @@ def test_one_who_waits_for_large_weights_is_not_silent() -> None:
 # ── Memory ───────────────────────────────────────────────────────────
 
 
-def test_names_and_step_times_expire() -> None:
-    bench = Bench(expiry=100.0)
-    bench.start("a")
-    bench.say(JoinRounds(worker="b"))
-    bench.steps(5, "a")
-    bench.say(LeaveRounds(worker="a"))
-    bench.say(RoundStarted(worker="b", round=2))
-    assert "a" in bench.scheduler._roster._remembered
-    bench.now += 101.0
-    bench.say(LeaveRounds(worker="b"))
-    assert "a" not in bench.scheduler._roster._remembered
-
-
-def test_a_lost_worker_is_forgotten_after_a_while() -> None:
-    bench = Bench(start_workers=2, expiry=100.0, silent_after=1.0)
-    bench.start("a", "b")
-    bench.steps(2, "a", "b")
-    for round in range(1, 4):
-        bench.say(RoundStarted(worker="b", round=round))
-        bench.steps(98, "b", first=3 if round == 1 else 1)
-        bench.arrive("b")
-        assert ("a" in bench.scheduler.workers) == (round == 1)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("leaves", [True, False])
-def test_memory_is_bounded_after_a_hundred_thousand_names(leaves: bool) -> None:
-    """Each joins, and leaves or dies, within one expiry."""
+def test_memory_is_bounded_after_a_hundred_thousand_names() -> None:
+    """Each joins and leaves; who dies is said to have left by the host."""
     bench = Bench(first_step_limit=1.0, silent_after=1.0)
     bench.start("steady")
     bench.steps(3, "steady")
-    names = 100_000 if leaves else 10_000
-    for number in range(names):
+    for number in range(100_000):
         bench.say(JoinRounds(worker=f"w{number}"))
-        if leaves:
-            bench.say(LeaveRounds(worker=f"w{number}"))
-        elif number % 1000 == 999:
-            steps = bench.scheduler.workers["steady"].steps
-            bench.steps(100 - steps, "steady", first=steps + 1)
-            bench.arrive("steady")
-            bench.say(RoundStarted(worker="steady", round=bench.scheduler.round))
-    assert len(bench.scheduler.workers) <= 4096
-    assert len(bench.scheduler._roster._remembered) <= 8192
+        bench.say(LeaveRounds(worker=f"w{number}"))
+    assert set(bench.scheduler.workers) == {"steady"}
+    assert len(bench.scheduler._roster._remembered) <= 4096
 
 
 def test_a_round_whose_end_is_decided_is_not_lost_while_all_pause() -> None:

@@ -571,8 +571,8 @@ def test_a_coordinator_that_is_started_again_goes_on_where_it_was(stack: ExitSta
     assert all(after > before for worker in workers for before, after in pairwise(worker.versions) if after != before)
 
 
-def test_what_was_trained_after_a_round_that_is_repeated_is_not_lost(stack: ExitStack, tmp_path: Any) -> None:
-    """Of a coordinator that ended a round and died before it had kept it."""
+def test_a_worker_ahead_of_the_state_of_a_coordinator_takes_that(stack: ExitStack, tmp_path: Any) -> None:
+    """A coordinator that ended a round and died before it had kept it: the weights are those of the steps it has."""
 
     def start(state: Any) -> CoordinatorServer:
         options = coordinator_options(inner_steps=5, outer_steps=12, outer_lr=1.0, outer_momentum=0.0)
@@ -596,10 +596,10 @@ def test_what_was_trained_after_a_round_that_is_repeated_is_not_lost(stack: Exit
     other = start(tmp_path / "older")
     link.heal(port_of(other))
     worker.checked()
-    repeated = worker.repeated()
-    assert repeated
-    assert other.status().samples == 2 * (worker.taken - len(repeated))
-    assert all(map(torch.equal, worker.weights, worker.uninterrupted(without=repeated)))
+    given_up = worker.given_up()
+    assert given_up
+    assert other.status().samples == 2 * (worker.taken - len(given_up))
+    assert all(map(torch.equal, worker.weights, worker.uninterrupted(without=given_up)))
 
 
 def live(url: str) -> None:

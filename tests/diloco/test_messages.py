@@ -42,7 +42,7 @@ ALL = [
     ResumeRounds(worker="a"),
     LeaderAppointed(worker="a"),
     Acknowledge(round=1, reported=2),
-    Acknowledge(round=1, reported=2, left=5),
+    Acknowledge(round=1, reported=2),
     SendAfter(round=1, steps=9, reported=4),
     StartRound(round=2),
     StartRound(round=2, step_cap=100),

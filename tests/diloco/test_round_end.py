@@ -86,7 +86,6 @@ def test_the_defaults_of_rounds() -> None:
         "grace": 60.0,
         "silent_after": 10.0,
         "first_step_limit": 600.0,
-        "expiry": 3600.0,
     }
 
 

@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
         access = ServerAccess(host=host, token=token, **files)
     _log_to_stderr()
     with importing("coordinator", extra="coordinator"):
-        for package in ("aiohttp", "filelock", "safetensors", "uvloop", "xxhash"):
+        for package in ("aiohttp", "filelock", "prometheus_client", "safetensors", "uvloop", "xxhash"):
             importlib.import_module(package)
         import torch
     torch.set_num_threads(1)  # the coordinator works on a model's pieces in its own threads

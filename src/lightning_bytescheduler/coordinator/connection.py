@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import msgspec
 from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
 
 from lightning_bytescheduler.coordinator.membership import Member
@@ -44,12 +44,10 @@ class Stalls:
 
     Args:
         seconds: Seconds without progress after which a transfer is cut off.
-        clock: Returns the time, in seconds.
     """
 
-    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+    def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._clock = clock
         self._transfers: set[Transfer] = set()
 
     @contextmanager
@@ -60,7 +58,7 @@ class Stalls:
             cut: Ends the transfer; if left out, this task is cancelled.
         """
         task = asyncio.current_task()
-        transfer = Transfer(cut or (task.cancel if task is not None else bool), self._clock())
+        transfer = Transfer(cut or (task.cancel if task is not None else bool), time.monotonic())
         self._transfers.add(transfer)
         try:
             yield transfer
@@ -69,7 +67,7 @@ class Stalls:
 
     def look(self) -> None:
         """Cut off transfers that have made no progress for too long."""
-        now = self._clock()
+        now = time.monotonic()
         for transfer in list(self._transfers):
             if transfer.moved:
                 transfer.moved = False
@@ -129,7 +127,6 @@ class Connection:
         member: The worker.
         stalls: Cuts the worker off if it does not read.
         hear: Called with a frame's messages and the time at which they came; raises ``OptionError`` if one is wrong.
-        clock: Returns the time, in seconds.
     """
 
     def __init__(
@@ -140,7 +137,6 @@ class Connection:
         *,
         stalls: Stalls,
         hear: Callable[[Member, tuple[Message, ...], float], None],
-        clock: Callable[[], float],
     ) -> None:
         self.member = member
         self._socket = socket
@@ -155,19 +151,16 @@ class Connection:
         self._hearing = False
         self._ends = False
         self._task: asyncio.Task[None] | None = None
-        self._limit = RateLimit(clock)
+        self._limit = RateLimit(time.monotonic)
         self._cut = ""
-        self._clock = clock
-        self._heard_at = self._pinged_at = clock()
+        self._heard_at = self._pinged_at = time.monotonic()
         self._ping: asyncio.Task[None] | None = None  # sent since the worker was last heard of
 
     def post(self, message: ToWorker) -> None:
         """Send a message as soon as possible, in order."""
         queue = self._queue
-        if queue and isinstance(message, Acknowledge) and isinstance(last := queue[-1], Acknowledge):
+        if queue and isinstance(message, Acknowledge) and isinstance(queue[-1], Acknowledge):
             queue.pop()
-            if message.left is None and message.round == last.round:
-                message = msgspec.structs.replace(message, left=last.left)
         queue.append(message)
         if len(queue) > _MOST_QUEUED:
             self.cut(f"{len(queue)} messages wait for a worker that does not read")
@@ -227,7 +220,7 @@ class Connection:
         async for received in self._socket:
             if self._cut:
                 return
-            self._heard_at, self._ping = self._clock(), None
+            self._heard_at, self._ping = time.monotonic(), None
             if received.type is WSMsgType.PONG:
                 continue
             if received.type is WSMsgType.PING:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.coordinator.status import RunStatus
 from lightning_bytescheduler.diloco.coordinator_protocol import HEALTH_PATH, METRICS_PATH
 
@@ -41,12 +40,8 @@ def metrics_text(status: RunStatus) -> bytes:
 
     Args:
         status: The run's status.
-
-    Raises:
-        ImportError: If the package prometheus-client is missing.
     """
-    with importing("/metrics", extra="coordinator"):
-        from prometheus_client import generate_latest
+    from prometheus_client import generate_latest
 
     registry: Any = SimpleNamespace(collect=lambda: _metrics(status))  # no other method is called
     text: bytes = generate_latest(registry)
@@ -152,11 +147,7 @@ def add_pages(router: web.UrlDispatcher, status: Callable[[], RunStatus]) -> Non
         return web.Response(text=html, content_type="text/html", headers=headers)
 
     async def metrics(_: web.Request) -> web.Response:
-        try:
-            text = metrics_text(status())
-        except ImportError as error:
-            return web.Response(status=501, text=f"{error}\n")
-        answer = web.Response(body=text, headers={"Cache-Control": "no-store"})
+        answer = web.Response(body=metrics_text(status()), headers={"Cache-Control": "no-store"})
         answer.headers["Content-Type"] = CONTENT_TYPE
         return answer
 

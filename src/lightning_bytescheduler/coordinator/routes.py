@@ -106,7 +106,7 @@ class BulkRoutes:
             digest = request.headers.get(DIGEST_HEADER, "")
             if not _DIGEST.fullmatch(digest):
                 raise OptionError(DIGEST_HEADER, digest[:40], "xxh3_128 of the body, 32 hexadecimal digits")
-            seen = self._run.seen(offer)
+            seen = self._run.contributions.seen(offer)
             place = self._run.place_of(offer) if seen is None else seen
             trained_bytes = _whole(request.headers, TRAINED_HEADER, default=0)
             if trained_bytes > _MOST_TRAINED_BYTES:
@@ -215,7 +215,7 @@ class BulkRoutes:
             if not math.isfinite(update.largest):
                 raise OptionError("update", "infinities or NaN in it", "finite")
             # Time has passed, and the round may be over. From here on nothing is waited for until it is announced.
-            if (seen := run.seen(offer)) is not None:
+            if (seen := run.contributions.seen(offer)) is not None:
                 return self._again(seen)
             place = run.place_of(offer)
             if place.weight:

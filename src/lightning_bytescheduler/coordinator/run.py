@@ -122,15 +122,15 @@ class Contributions:
 
     def __init__(self) -> None:
         self._of_round: dict[int, list[Offer]] = {}
-        self._seen: dict[tuple[str, int, int], Place] = {}  # by worker, incarnation and round
+        self._seen: dict[tuple[str, int, int, int], Place] = {}  # by worker, incarnation, round and fragment
 
     def seen(self, offer: Offer) -> Place | None:
         """What became of the same update before, or ``None`` if there was none in time."""
-        return self._seen.get((offer.member.name, offer.member.incarnation, offer.round))
+        return self._seen.get((offer.member.name, offer.member.incarnation, offer.round, offer.fragment))
 
     def book(self, offer: Offer, place: Place) -> None:
         """Take note of an update that came in time; one of weight 0 is only remembered."""
-        self._seen[offer.member.name, offer.member.incarnation, offer.round] = place
+        self._seen[offer.member.name, offer.member.incarnation, offer.round, offer.fragment] = place
         if place.weight:
             self._of_round.setdefault(offer.round, []).append(offer)
 
@@ -342,7 +342,6 @@ class Run:
     def _forget(self, member: Member, now: float) -> None:
         member.ready = None
         self._awaited.discard(member.name)
-        self._rounds.forget(member.name)
         if not self.has_weights and not len(self.members):
             self.model = ()  # no worker is left that would know it
         self._on_leave(member)
@@ -463,7 +462,7 @@ class Run:
         return Place(0, is_late=True)
 
     def _fits(self, offer: Offer) -> bool:
-        if self._slices is None or self._slices.fits(offer.member, offer.trained):
+        if self._slices is None or self._slices.tracker.fits(offer.member.name, offer.trained):
             return True
         log.info(
             "The update of %s of round %d is dropped: samples of it are in the weights, or another worker's by now.",
@@ -475,12 +474,6 @@ class Run:
     def fragment_of(self, round: int) -> int:
         """Which fragment a round synchronises."""
         return fragment_of(round, fragments=self.options.run.fragments)
-
-    def seen(self, offer: Offer) -> Place | None:
-        """What became of the same update before, or ``None``."""
-        if offer.round < 1 or offer.fragment != self.fragment_of(offer.round):
-            return None
-        return self.contributions.seen(offer)
 
     def sending(self, offer: Offer, now: float) -> None:
         """An update of the round that is on begins to come in."""
@@ -500,7 +493,7 @@ class Run:
         if not place.is_late:
             self.contributions.book(offer, place)
         if place.weight and self._slices is not None:
-            self._slices.book(offer.member, offer.trained)
+            self._slices.tracker.book(offer.member.name, offer.trained)
         if place.is_late:
             offer.member.late += 1
             self.count("updates_late")
@@ -524,7 +517,7 @@ class Run:
         taken = self.contributions.take(merge.round)
         if self._slices is not None:
             for one in taken:
-                self._slices.settle(one.trained, merged=bool(merge.total))
+                self._slices.tracker.settle(one.trained, merged=bool(merge.total))
         booked = taken if merge.total else ()  # without a quorum
         own = {one.member.name: one for one in booked}
         record = corrected(merge.record, own)

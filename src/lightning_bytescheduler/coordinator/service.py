@@ -26,7 +26,6 @@ from aiohttp.typedefs import Middleware
 from torch import Tensor
 
 from lightning_bytescheduler.__about__ import __version__
-from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.coordinator.connection import Connection, RateLimit, Stalls
 from lightning_bytescheduler.coordinator.global_weights import GlobalWeights
 from lightning_bytescheduler.coordinator.membership import Member
@@ -140,7 +139,7 @@ class CoordinatorService:
         )
         self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="bytescheduler-coordinator")
         self.room = UploadRoom(_ROOM_BYTES, self._threads)
-        self.stalls = Stalls(_STALLED_SECONDS, time.monotonic)
+        self.stalls = Stalls(_STALLED_SECONDS)
         self.bulk = BulkRoutes(self.run, self.room, self.stalls, self._begin_with)
         self._ended_connections = 0  # since the last collection
         self._connections: dict[str, Connection] = {}
@@ -194,7 +193,7 @@ class CoordinatorService:
         if self.slices is not None:
             if state["slices"] is None:
                 raise OptionError("train", "some", "left out, as when the saved run was started")
-            self.slices.load_state_dict(state["slices"], patience=self.run.options.rounds.silent_after)
+            self.slices.tracker.load_state_dict(state["slices"], patience=self.run.options.rounds.silent_after)
         log.info("The run goes on after round %d, with %d samples.", self.run.lineage.version, self.run.samples)
 
     @property
@@ -240,17 +239,15 @@ class CoordinatorService:
             uptime=now - self._started,
             round=run.scheduler.round,
             phase=run.phase,
-            outer_steps=run.options.run.outer_steps,
             last_round=run.scheduler.last_round,
             target=run.options.run.target_in_words,
             left=max(run.scheduler.left, 0),
             weights_version=run.lineage.version,
-            chain=run.lineage.chain,
             parameters=0 if self.weights is None else self.weights.parameters,
             samples=run.samples,
             workers=tuple(self._worker_status(one, now) for one in sorted(run.members, key=lambda one: one.name)),
             rounds=tuple(self.rounds),
-            slices=None if self.slices is None else self.slices.status(),
+            slices=None if self.slices is None else self.slices.tracker.report(),
             counters={**run.counters, **refused},
             spool_bytes=self.room.taken,
             saved_round=None if self._store is None else self._store.saved_round,
@@ -269,10 +266,9 @@ class CoordinatorService:
             ranks=member.ranks,
             steps=progress.steps,
             samples=progress.samples,
-            seconds_per_step=progress.step_time.seconds,
             samples_per_second=progress.samples_per_second,
             heard_ago=max(now - member.heard, 0.0),
-            slices=0 if self.slices is None else self.slices.held(name),
+            slices=0 if self.slices is None else self.slices.tracker.held(name),
             bytes_in=member.bytes_in,
             bytes_out=member.bytes_out,
             merged=member.merged,
@@ -374,7 +370,7 @@ class CoordinatorService:
 
     def _at_boundary(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """What belongs to the version of the weights that a merge has just led to."""
-        return self.run.state_dict(), None if self.slices is None else self.slices.state_dict()
+        return self.run.state_dict(), None if self.slices is None else self.slices.tracker.state_dict()
 
     async def _save(self) -> None:
         """Hand the state at the last boundary to the code that saves it."""
@@ -439,9 +435,7 @@ class CoordinatorService:
                 await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=b"refused")
                 return socket
             member, welcome = answer
-            connection = Connection(
-                socket, request.transport, member, stalls=self.stalls, hear=self.run.hear, clock=time.monotonic
-            )
+            connection = Connection(socket, request.transport, member, stalls=self.stalls, hear=self.run.hear)
             await socket.send_str(encode_frame(welcome))
             former = self._connections.get(member.name)
             self._connections[member.name] = connection
@@ -540,8 +534,8 @@ class CoordinatorServer(BackgroundServer):
             CoordinatorService, options, fail=self._fail, store=store, slices=slices, rounds_file=rounds_file
         )
         self._service: CoordinatorService | None = None
-        with importing("coordinator", extra="coordinator"):
-            import uvloop
+        import uvloop
+
         try:
             self._state = None if store is None else store.load()
             # Its loop is a third faster than asyncio's own, and a report is mostly that.

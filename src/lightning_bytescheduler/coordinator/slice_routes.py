@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.diloco.round_end import RoundOptions
@@ -20,8 +19,6 @@ from lightning_bytescheduler.slices.tracker import (
     RenewLease,
     Reply,
     SliceTracker,
-    TrackerReport,
-    TrainedRun,
     decode,
 )
 
@@ -32,6 +29,9 @@ class SliceRoutes:
     Args:
         urls: Of the training data, as ``SliceDataModule(train=...)`` takes them.
         options: How slices are handed out; the lease is the members'.
+
+    Attributes:
+        tracker: Of the slices; it knows members by their names.
 
     Raises:
         OptionError: If the data cannot be found; names what is wrong with it.
@@ -64,18 +64,6 @@ class SliceRoutes:
         self._sessions[joined.session] = member.digest
         return joined
 
-    def fits(self, member: Member, runs: Sequence[TrainedRun]) -> bool:
-        """Whether an update of these samples may be merged: if each is for its sender to train on."""
-        return self.tracker.fits(member.name, runs)
-
-    def book(self, member: Member, runs: Sequence[TrainedRun]) -> None:
-        """An update is part of a sum: its samples are handed out no more."""
-        self.tracker.book(member.name, runs)
-
-    def settle(self, runs: Sequence[TrainedRun], *, merged: bool) -> None:
-        """The sum is part of the weights, or is dropped; then the worker sends it again."""
-        self.tracker.settle(runs, merged=merged)
-
     def renew(self, members: Iterable[Member]) -> None:
         """Renew what members hold that are alive, and forget sessions that are over."""
         alive = {member.digest for member in members}
@@ -107,36 +95,7 @@ class SliceRoutes:
         for member in members:
             silent = member.silent
             if not silent and member.name in workers:
-                since = now if self.wanted else now - rounds.silent_after
+                since = now if self.tracker.wanted else now - rounds.silent_after
                 silent = workers[member.name].is_silent(rounds, since)
-            if silent and self.held(member.name):
+            if silent and self.tracker.held(member.name):
                 self.release(member)
-
-    @property
-    def wanted(self) -> bool:
-        """Whether a worker has asked for a slice and found that others hold all that are left."""
-        return self.tracker.wanted
-
-    def held(self, name: str) -> int:
-        """Slices that a member holds."""
-        return self.tracker.held(name)
-
-    def status(self) -> TrackerReport:
-        """How far the epoch is."""
-        return self.tracker.report()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What to keep: plain values and tensors."""
-        return self.tracker.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any], *, patience: float) -> None:
-        """Carry on from what was kept.
-
-        Args:
-            state: From :meth:`state_dict`.
-            patience: Seconds for which workers of before are waited for, to say what they hold.
-
-        Raises:
-            TrackerStateError: If it is of other slices.
-        """
-        self.tracker.load_state_dict(state, patience=patience)

@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 _KEPT = 3
 _STOP_SECONDS = 60.0
-_TAKEOVER_SECONDS = 30.0  # a restarted coordinator may come while the old one still saves
 _NAME = re.compile(r"state-\d{10}\.safetensors")
 _PART = "state.part"
 _TENSOR = "$tensor"
@@ -85,14 +84,15 @@ class StateStore:
             return
         self._lock = filelock.FileLock(os.path.join(self._disk, "lock"), thread_local=False)
         try:
-            with contextlib.suppress(filelock.Timeout):
-                self._lock.acquire(timeout=0)
-                return
-            log.warning("Another coordinator has %s, and is waited for, for %.0f s.", self.url, _TAKEOVER_SECONDS)
-            self._lock.acquire(timeout=_TAKEOVER_SECONDS)
+            self._lock.acquire(timeout=0)
         except filelock.Timeout:
             allowed = "one that no other coordinator has, and one that lives has this"
-            raise OptionError("state", self.url, allowed, "End that one, or take another folder.") from None
+            raise OptionError(
+                "state",
+                self.url,
+                allowed,
+                "End that one and try again, or take another folder.",
+            ) from None
 
     # ── Saving ───────────────────────────────────────────────────────────
 

@@ -23,8 +23,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
         ranks: Number of ranks that train together as this worker.
         steps: Steps taken in this round.
         samples: Samples processed in this round.
-        seconds_per_step: Estimate, or ``None`` before it has taken enough steps.
-        samples_per_second: Estimate, or ``None``.
+        samples_per_second: Estimate, or ``None`` before it has taken enough steps.
         heard_ago: Seconds since it was last heard of.
         bytes_in: Bytes of updates received from it so far.
         bytes_out: Bytes of means and states sent to it so far.
@@ -40,7 +39,6 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 1
     steps: int = 0
     samples: int = 0
-    seconds_per_step: float | None = None
     samples_per_second: float | None = None
     heard_ago: float = 0.0
     bytes_in: int = 0
@@ -62,8 +60,6 @@ class RoundSummary(msgspec.Struct, frozen=True, kw_only=True):
         workers: Workers that took part.
         live: Workers that were connected when it was merged, or are part of it.
         participation: Share of these whose updates are part of it; 0 in a round without a quorum.
-        deadline: Seconds from its start after which it would have ended without the missing workers; ``None`` if it
-            waited for none.
         loss: Mean over the round; ``None`` if no worker reports one.
     """
 
@@ -75,7 +71,6 @@ class RoundSummary(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     live: int = 0
     participation: float = 0.0
-    deadline: float | None = None
     loss: float | None = None
 
 
@@ -88,13 +83,11 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         round: The current round; 0 before the first.
         phase: ``"waiting"`` (for weights or workers), ``"training"``, ``"collecting"``, ``"merging"`` or
             ``"finished"``.
-        outer_steps: The number that was asked for, or ``None``.
         last_round: The round that is expected to end the run, or ``None``: ``outer_steps``, plus a round for each
             fragment but one, plus the rounds that had no update that counted.
         target: What ends a round, in words.
         left: What remains of this round, in the target's unit.
         weights_version: Rounds that are part of the weights.
-        chain: Chain of the weights, 32 hexadecimal digits.
         parameters: Number of trained elements; 0 before the first worker.
         samples: Samples that have become part of the weights.
         workers: All known workers, by name.
@@ -114,12 +107,10 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     uptime: float
     round: int
     phase: str
-    outer_steps: int | None
     last_round: int | None
     target: str
     left: int
     weights_version: int
-    chain: str
     parameters: int
     samples: int
     workers: tuple[WorkerStatus, ...]
@@ -148,6 +139,5 @@ def summary_of(record: RoundRecord, ended: float, *, live: int) -> RoundSummary:
         workers=len(record.workers),
         live=live,
         participation=len(record.merged) / max(live, 1),
-        deadline=None if record.deadline is None else record.deadline - record.start,
         loss=record.metrics.get("loss"),
     )

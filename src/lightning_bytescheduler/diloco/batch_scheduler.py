@@ -87,7 +87,7 @@ class BatchScheduler:
         self._end = end
         self._phase = _Phase.IDLE
         self._round = 0
-        self._roster = RoundRoster(self._options)
+        self._roster = RoundRoster()
         self._first = self._options.start_workers  # that the next round waits for
         self._now = 0.0
         self._started = 0.0
@@ -186,14 +186,14 @@ class BatchScheduler:
             self._hear(worker, message, now)
         elif isinstance(message, LeaveRounds):
             if worker is not None:
-                self._roster.remove(worker, now, has_left=True)
+                self._roster.remove(worker, has_left=True)
                 self._advance(now)
         elif isinstance(message, PseudoGradientArrived) and (worker is None or not worker.is_member):
             self._arrive_after_leaving(message, worker, now)
         elif isinstance(message, JoinRounds) and (worker is None or message.session != worker.session):
             if worker is not None:
                 # It was restarted: its work is lost, except for what it has sent.
-                self._roster.remove(worker, now, has_left=False)
+                self._roster.remove(worker, has_left=False)
             self._join(message, now)
         elif worker is None:
             # After a restart of the scheduler, workers that it does not know report to it, and so join. A worker that
@@ -496,13 +496,11 @@ class BatchScheduler:
             decided=self._decided,
             workers=tuple(worker.record(now, merged=worker.number in numbers) for worker in members),
             metrics=means_of(members),
-            deadline=None if self._decided is None else self._deadline + self._longest_grace,
         )
         for worker in members:
             is_there = worker.state is WorkerState.ARRIVED or worker.paused
             worker.state = WorkerState.WAITING if is_there else WorkerState.LOST
         self._roster.begin_round()
-        self._roster.forget_lost(now)
         self._phase = _Phase.FINISHED if self._is_over() else _Phase.IDLE
         self._end(record)
         if self.finished:

@@ -21,9 +21,9 @@ A request refused over HTTP is answered with ``{"error": "..."}``, and has chang
 
 A round, from a worker's side: ``StartRound`` - steps, each with a ``StepReport`` - ``SendAfter`` -
 ``SendingPseudoGradient``, and the update as one ``PUT`` - ``RoundEnded`` - the mean as one ``GET``, the outer step, and
-the next ``StartRound``. A worker that misses the end of a round gets ``RoundEnded`` all the same. It sends its update
-for its own round, which is dropped if that is over. Then it catches up: mean by mean if the
-coordinator still has them, else with the state.
+the next ``StartRound``. A worker that misses the end of a round gets ``RoundEnded`` all the same, and catches
+up: mean by mean if the coordinator still has them, else with the state. So does one that is ahead of a coordinator,
+which was started again from a state before its last rounds: what it has trained since is given up.
 
 Only tokens and sessions are secret: they are never in a URL, and never logged.
 """

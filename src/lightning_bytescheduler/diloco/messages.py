@@ -180,12 +180,10 @@ class Acknowledge(AnyMessage, frozen=True, kw_only=True):
     Attributes:
         round: Which round.
         reported: The latest step that was reported in it.
-        left: What is to go in it, in samples or steps; ``None`` where that was said shortly before.
     """
 
     round: _Count
     reported: _Count
-    left: _Count | None = None
 
 
 class SendAfter(AnyMessage, frozen=True, kw_only=True):

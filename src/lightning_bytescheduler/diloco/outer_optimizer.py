@@ -238,16 +238,6 @@ class OuterState:
         _require_sane(parts, self.samples[fragment])
         return torch.cat([parts[name].reshape(-1) for name in names])
 
-    @contextmanager
-    def carried(self) -> Iterator[None]:
-        """Let the global weights be replaced within this context, and keep what was trained on top of the old ones."""
-        before = {name: tensor.clone() for name, tensor in self.weights.items()}
-        trained = pseudo_gradient(before, {name: p.detach().cpu() for name, p in self._parameters.items()})
-        yield
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_((self.weights[name] - trained[name]).to(parameter.device))
-
     @torch.no_grad()
     def merge(self, fragment: int, mean: Tensor, *, total: int, exactly: bool) -> None:
         """Take the outer step with the mean of all workers, and let the trained weights follow.

@@ -15,7 +15,7 @@ from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
 from lightning_bytescheduler.registration import require_same_package
 
-_SHOWN = "round", "to_go", "steps_left", "share"
+_SHOWN = "round", "steps_left", "share"
 
 
 @options_by_name
@@ -25,22 +25,19 @@ class PerformanceMonitor(pl.Callback):
     Nothing here waits for another worker or for the network. On a GPU the loss of a step is read one step later, so
     that reading it does not wait for the step either.
 
-    Worker 0 logs at Lightning's ``log_every_n_steps``: ``diloco/round``; ``diloco/to_go``, samples or steps until the
-    round ends; ``diloco/steps_left``, its own steps until it sends, once they are known; ``diloco/share``, its share of
-    the samples of the last round; and the means over that round and all workers, ``diloco/loss`` and
-    ``diloco/samples_per_second``.
+    Worker 0 logs at Lightning's ``log_every_n_steps``: ``diloco/round``; ``diloco/steps_left``, its own steps until it
+    sends, once they are known; ``diloco/share``, its share of the samples of the last round; and the means over that
+    round and all workers, ``diloco/loss`` and ``diloco/samples_per_second``. The first three are in the progress bar.
 
     Args:
         log_metrics: Whether to log.
-        progress_bar: Whether the first four are shown in the progress bar, too.
 
     Raises:
-        OptionError: If an option is neither True nor False.
+        OptionError: If it is neither True nor False.
     """
 
-    def __init__(self, *, log_metrics: bool = True, progress_bar: bool = False) -> None:
+    def __init__(self, *, log_metrics: bool = True) -> None:
         self._log_metrics = require_bool("log_metrics", log_metrics)
-        self._progress_bar = require_bool("progress_bar", progress_bar)
         self._last_loss: Tensor | None = None
 
     def batch_samples(self, batch: Any) -> int:
@@ -101,7 +98,7 @@ class PerformanceMonitor(pl.Callback):
             shown = strategy.progress()
             names: dict[bool, list[str]] = {True: [], False: []}
             for name in shown:
-                names[self._progress_bar and name in _SHOWN].append(name)
+                names[name in _SHOWN].append(name)
             for in_bar, which in names.items():
                 pl_module.log_dict(
                     {f"diloco/{name}": shown[name] for name in which},

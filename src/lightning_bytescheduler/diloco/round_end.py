@@ -46,7 +46,6 @@ class RoundOptions:
             as that is worth what the others lose by it, see ``round_end.worthwhile_wait``.
         silent_after: Seconds of silence, on top of three steps, after which a worker is not counted on.
         first_step_limit: The same for a worker that has not reported a step yet; compiling may take minutes.
-        expiry: Seconds of silence after which a worker that was lost, or has left, is forgotten with its step times.
 
     Raises:
         OptionError: Names the value that is not allowed.
@@ -59,7 +58,6 @@ class RoundOptions:
     grace: float | Literal["auto"] = 60.0
     silent_after: float = 10.0
     first_step_limit: float = 600.0
-    expiry: float = 3600.0
 
     def __post_init__(self) -> None:
         if self.outer_steps is not None:
@@ -69,7 +67,7 @@ class RoundOptions:
         require_share("quorum", self.quorum)
         if self.grace != "auto":
             require_seconds("grace", self.grace)
-        for option in ("silent_after", "first_step_limit", "expiry"):
+        for option in ("silent_after", "first_step_limit"):
             require_seconds(option, getattr(self, option))
 
     def closes(self, round: int) -> bool:

@@ -69,8 +69,6 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         end: When its pseudo-gradients were merged.
         decided: When its end was scheduled, or ``None`` if that was not needed.
         workers: Those who took part; who has left before the end was decided, only if what it sent was there.
-        deadline: Until when pseudo-gradients were waited for at the longest, with the whole grace, or ``None`` where
-            nothing was decided.
         metrics: Means over the round and all workers, by name; finite.
     """
 
@@ -79,7 +77,6 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     end: float
     decided: float | None
     workers: tuple[WorkerRound, ...]
-    deadline: float | None = None
     metrics: dict[str, float] = {}  # copied for each record
 
     @property

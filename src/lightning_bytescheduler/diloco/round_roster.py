@@ -1,7 +1,7 @@
 """The workers that are present, and where each one is in the round.
 
-Nothing here grows without bound: workers that were lost or have left are forgotten, with their step times, when they
-have not been heard of for ``expiry`` seconds, or when there are very many of them.
+Nothing here grows without bound: the host tells of each worker that it has given up, and of those that have left only
+the last few thousand are remembered, with their step times.
 
 For each worker, the batch scheduler knows where it is in the round, and how long its steps take (``RobustMean``).
 """
@@ -303,7 +303,6 @@ def means_of(workers: Sequence[WorkerProgress]) -> dict[str, float]:
     return {name: value for name, value in means.items() if math.isfinite(value)}
 
 
-_MOST_LOST = 1024
 _MOST_REMEMBERED = 4096
 
 
@@ -311,21 +310,15 @@ _MOST_REMEMBERED = 4096
 class _Remembered:
     """Of one who is not there."""
 
-    since: float
     step_time: StepTime
     has_left: bool
 
 
 class RoundRoster:
-    """The workers.
+    """The workers."""
 
-    Args:
-        options: For how long one that has gone is remembered.
-    """
-
-    def __init__(self, options: RoundOptions) -> None:
+    def __init__(self) -> None:
         self.workers: dict[str, WorkerProgress] = {}
-        self._options = options
         self._numbers = 0
         self._departed: list[WorkerProgress] = []  # who has left in this round, and has sent
         self._remembered: OrderedDict[str, _Remembered] = OrderedDict()  # who left first is first
@@ -358,33 +351,18 @@ class RoundRoster:
         self.workers[name], worker.left, worker.heard, worker.gone = worker, False, now, None
         return worker
 
-    def remove(self, worker: WorkerProgress, now: float, *, has_left: bool) -> None:
+    def remove(self, worker: WorkerProgress, *, has_left: bool) -> None:
         """It is gone, or was started anew. What it has sent still counts in this round."""
         self._remembered.pop(worker.name, None)
-        self._remembered[worker.name] = _Remembered(now, worker.step_time, has_left)
+        self._remembered[worker.name] = _Remembered(worker.step_time, has_left)
         del self.workers[worker.name]
         worker.left = True
         if worker.has_ended:
             self._departed.append(worker)
         else:
             worker.state = WorkerState.LOST
-        self._forget_left(now)
-
-    def _forget_left(self, now: float) -> None:
-        while self._remembered:
-            first = next(iter(self._remembered.values()))
-            if len(self._remembered) <= _MOST_REMEMBERED and now < first.since + self._options.expiry:
-                break
+        if len(self._remembered) > _MOST_REMEMBERED:
             self._remembered.popitem(last=False)
-
-    def forget_lost(self, now: float) -> None:
-        """Forget workers that were lost or have left, and were not heard of for long."""
-        lost = [worker for worker in self.workers.values() if worker.state is WorkerState.LOST]
-        lost.sort(key=lambda worker: -worker.heard)
-        for index, worker in enumerate(lost):
-            if index >= _MOST_LOST or now >= worker.heard + self._options.expiry:
-                del self.workers[worker.name]
-        self._forget_left(now)
 
     def members(self) -> list[WorkerProgress]:
         """Who takes part in this round."""

@@ -27,7 +27,6 @@ import msgspec
 
 from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.messages import (
-    Acknowledge,
     EndRound,
     FromWorker,
     PassedRoundEnd,
@@ -42,7 +41,6 @@ from lightning_bytescheduler.diloco.messages import (
 from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget
 from lightning_bytescheduler.diloco.round_record import Activity, RoundRecord
 
-_LEFT_EVERY_S = 0.5  # from one word on what is to go to the next
 _LOOK_S = 0.5
 
 
@@ -75,15 +73,12 @@ class Rounds:
         self._post = post
         self._end = end
         self._ending: SendAfter | None = None  # what all were told when one asked for a round's end
-        self._told: dict[str, float] = {}  # when each worker heard what is to go
-        self._left = (0, 0, 0.0)  # in which round, how much, as of when: one look at all workers for all
         # Messages after a round's end, and an end that comes before the last one was passed or merged.
         self._held: list[tuple[str, ToWorker] | RoundRecord] | None = None
         self._together = tuple(together)
         self._wishes: set[str] = set()  # what is to happen at the end of the round, of workers launched together
         self._passed: dict[str, bool] = {}  # workers that have passed the end of a round, and whether they stop
         self._sent_at: dict[str, float] = {}  # when each worker was through
-        self._now = 0.0
 
     @property
     def stand_still(self) -> bool:
@@ -96,7 +91,6 @@ class Rounds:
         Raises:
             RuntimeError: If it is not a message of a worker.
         """
-        self._now = now
         if isinstance(message, EndRound):
             self._wishes |= {name for name in ("epoch", "validate", "stop") if getattr(message, name)}
             if message.now:
@@ -115,7 +109,6 @@ class Rounds:
 
     def tick(self, *, now: float) -> None:
         """Note that time has passed."""
-        self._now = now
         if not self._together or self._held is None:  # no worker is silent while all stand still
             self.scheduler.tick(now=now)
 
@@ -143,22 +136,10 @@ class Rounds:
             else:
                 self._say(*one)
 
-    def forget(self, name: str) -> None:
-        """A worker has left."""
-        self._told.pop(name, None)
-
     def _say(self, name: str, message: ToWorker) -> None:
         if self._held is not None:
             self._held.append((name, message))
             return
-        now = self._now
-        if isinstance(message, Acknowledge) and now - self._told.get(name, -_LEFT_EVERY_S) >= _LEFT_EVERY_S:
-            self._told[name] = now
-            round, left, since = self._left
-            if round != message.round or now - since >= _LEFT_EVERY_S:
-                left = max(self.scheduler.left, 0)
-                self._left = message.round, left, now
-            message = msgspec.structs.replace(message, left=left)
         self._post(name, message)
 
     def _over(self, record: RoundRecord) -> None:

@@ -36,7 +36,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Condition
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -47,7 +47,6 @@ import torch
 from lightning_bytescheduler.diloco.coordinator_protocol import Welcome
 from lightning_bytescheduler.diloco.fragments import Overlap, TrainedWeights
 from lightning_bytescheduler.diloco.messages import (
-    Acknowledge,
     EndRound,
     FromWorker,
     JoinRounds,
@@ -217,7 +216,6 @@ class Place:
         means: Of rounds that have ended, by round; on their way, or here.
         ends: The last ones, by round.
         last_round: Of the run, once it is over; also while this worker does something else.
-        left: What was to go in this round, when it was last said.
         reported: What was last said of this round.
         shown: Closed once the global weights are not shown any more, as in a pause.
     """
@@ -236,7 +234,6 @@ class Place:
     means: dict[int, Future[Mean | None]] = field(default_factory=dict)
     ends: dict[int, RoundEnded] = field(default_factory=dict)
     last_round: int | None = None
-    left: int | None = None
     reported: StepReport | None = None
     shown: ExitStack = field(default_factory=ExitStack)
 
@@ -246,7 +243,6 @@ class Unmerged:
 
     Attributes:
         sent: The pseudo-gradient that is on its way.
-        rewound: Whether all of it goes over to weights from before it.
         beside: Steps beside the last mean, at most.
         taken: Samples that a coordinator has taken whose weights are not known, as it is away since.
         data: The slices that it was trained on, if a coordinator hands them out.
@@ -254,7 +250,6 @@ class Unmerged:
 
     def __init__(self, *, beside: int) -> None:
         self.sent: Sent | None = None
-        self.rewound = False
         self.beside = beside
         self.taken = 0
         self.data: TrackedTraining | None = None
@@ -322,11 +317,10 @@ class Unmerged:
         else:
             self._tell_rest()
 
-    def lose(self, *, carries: bool = False) -> None:
-        """What was trained since the last update is in no weights, nor will it be; with ``carries``, it will."""
-        if not carries:
-            self._clear_carried()
-            self._runs = ()
+    def lose(self) -> None:
+        """What was trained since the last update is in no weights, nor will it be."""
+        self._clear_carried()
+        self._runs = ()
         self._tell_rest()
 
     def _clear_carried(self) -> None:
@@ -430,7 +424,7 @@ class Session:
         """How the rounds go, by name; what is not known on this rank is left out."""
         found: dict[str, float] = {}
         if self._group.leads:
-            known = {"round": self.round, "to_go": self._place.left, "steps_left": self._place.counter.steps_left}
+            known = {"round": self.round, "steps_left": self._place.counter.steps_left}
             found = {name: float(value) for name, value in known.items() if value is not None}
         if self.round_end is not None:
             found |= {"share": self.round_end.shares.get(self.worker, 0.0), **self.round_end.metrics}
@@ -489,8 +483,6 @@ class Session:
                 self._mean(message.round)
         else:
             place.counter.receive(message)
-            if isinstance(message, Acknowledge) and message.left is not None:
-                place.left = message.left
         if isinstance(message, TrainingOver) or (isinstance(message, RoundEnded) and message.stop):
             place.last_round = message.round
 
@@ -711,11 +703,6 @@ class Session:
         return self._place.realign or self._place.ended > self._place.version
 
     @property
-    def _rewound(self) -> bool:
-        """Whether the coordinator has gone back behind this worker: to a state from before its last round."""
-        return self._place.realign and self._place.version > self._place.ended
-
-    @property
     def _over_here(self) -> bool:
         """Whether the run is over, and nothing is left to merge."""
         return self.last_round is not None and self._place.version >= self.last_round
@@ -859,23 +846,19 @@ class Session:
             self._go_on_alone()
 
     def _send(self) -> bool:
-        """Send what was trained in this round; returns if that was on before: no step depends on how it is after."""
-        state, fragment = self.state, self._trained.fragment_of(self.round)
-        late = self._late
-        self.unmerged.rewound = self._rewound
-        if self.unmerged.rewound or (late and not state.samples[fragment]):
+        """Send what was trained in this round, unless that is over already; returns whether it was sent."""
+        if self._late:
             return False
         with self._lock:
             if self._place.counter.round != self.round:
                 self._place.counter = self._place.counter.carried_into(self.round)
             said = self._place.counter.send()
             self._place.reported = None
-            if not late:
-                self._post(said)
-        update = self._update(fragment, said.round, **self.unmerged.with_carried(said))
+            self._post(said)
+        update = self._update(self._trained.fragment_of(said.round), said.round, **self.unmerged.with_carried(said))
         upload, longest, runs = self._start(update), self.overlap.longest(said.steps), self.unmerged.take_runs()
         self.unmerged.sent = Sent(said=said, update=update, upload=upload, longest=longest, trained=runs)
-        return not late
+        return True
 
     def _start(self, update: Contribution) -> Upload:
         upload = self._exchange.start(update, lambda: self._place.ended < update.round)
@@ -971,10 +954,8 @@ class Session:
         place = self._place
         while self._late:
             if place.realign:
-                if self._rewound and (sent := self.unmerged.call_off()) is not None:
-                    self.unmerged.carry(sent.said, sent.trained)
-                    self.unmerged.rewound = True
-                self.unmerged.sent = None
+                if (sent := self.unmerged.call_off()) is not None:
+                    self.unmerged.take_back(sent.trained)
                 self._align()
             elif (mean := self._next_mean()) is not None:
                 self._merge(self.round, mean)
@@ -1041,18 +1022,11 @@ class Session:
         # What was provided is fetched, too: all begin with what the coordinator has made of it.
         with self._timed("exchange_s"):
             payload, version, chain = self._answer(source.fetch_state(), "the global weights")
-        # What was trained after a round that is to be repeated is not sent before: a worker has one update in a round.
-        unmerged = self.unmerged
-        with state.carried() if unmerged.rewound else nullcontext():
-            state.load_state_dict(unpack_state(payload, state.full_state()))
-            self._take_global_weights()
-        if unmerged.rewound:
-            unmerged.carry(place.counter, unmerged.take_runs())
-        else:
-            for fragment in self._fragments:
-                state.overwritten(fragment)
-        unmerged.lose(carries=unmerged.rewound)
-        unmerged.rewound = False
+        state.load_state_dict(unpack_state(payload, state.full_state()))
+        self._take_global_weights()
+        for fragment in self._fragments:
+            state.overwritten(fragment)
+        self.unmerged.lose()
         with self._lock:
             place.version, place.chain, place.realign, place.begun = version, chain, False, True
             place.ended = max(place.ended, version)
@@ -1196,8 +1170,6 @@ class Session:
             with self._lock:
                 if not place.joined and not self._late:
                     self._join()
-            if self._rewound:
-                self._synchronise()  # what was trained goes over to weights from before it, and is then sent
         except SchedulerTimeoutError:  # it does not come back, or begins no round without other workers
             return False
         finally:

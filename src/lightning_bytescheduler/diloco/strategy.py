@@ -358,7 +358,7 @@ class DiLoCoStrategy(RankStrategy):
             refuse_searches(callbacks_of(trainer))
             added: list[pl.Callback] = [RoundHooks(self)]
             if not any(isinstance(callback, PerformanceMonitor) for callback in callbacks_of(trainer)):
-                added.append(PerformanceMonitor(progress_bar=True))
+                added.append(PerformanceMonitor())
             self._open.enter_context(with_callbacks(trainer, added))
             self._open.enter_context(worker_signals(trainer, self.cluster_environment, together=self.inner_size > 1))
             self._share(trainer)

@@ -13,8 +13,8 @@ the end of a fit are each worker's own. The leader's validations take place at t
 the global ones and nothing of it is under way, or at the end of its epoch, with what it has trained sent before. The
 others validate nothing: checkpoint callbacks and loggers are passed over on them, and ``EarlyStopping`` is where what
 it monitors is not there, as a metric of the validation. A ``ReduceLROnPlateau`` is refused. Where ``EarlyStopping``
-stops the leader, all are to stop. Another worker may be appointed at any time, which is looked at with each call. What
-was to be logged of hyperparameters before is logged then.
+stops the leader, all are to stop. Another worker may be appointed at any time, which is looked at with each call; what
+the former one has logged, as hyperparameters, is not logged again.
 """
 
 from __future__ import annotations
@@ -528,7 +528,7 @@ class CoordinatedBoundaries(LoopBoundaries):
 
 _CHECKPOINT_HOOKS = ("on_train_batch_end", "on_train_epoch_end", "on_validation_end", "on_train_end", "on_exception")
 _Method: TypeAlias = Callable[..., Any]
-_LOGGING = ("log_metrics", "log_graph", "save", "after_save_checkpoint")
+_LOGGING = ("log_hyperparams", "log_metrics", "log_graph", "save", "after_save_checkpoint")
 
 
 @contextmanager
@@ -557,10 +557,8 @@ def for_leader_only(
             elif isinstance(callback, pl.callbacks.EarlyStopping):
                 replace(callback, "_run_early_stopping_check", partial(_early_stopping, callback, leads, on_stop))
         for logger in trainer.loggers:
-            hyperparameters = _Hyperparameters(leads)
-            replace(logger, "log_hyperparams", hyperparameters.keeping)
             for name in _LOGGING:
-                replace(logger, name, hyperparameters.before)
+                replace(logger, name, gated)
         yield
 
 
@@ -589,32 +587,6 @@ def _early_stopping(
                 on_stop()
 
     return check
-
-
-class _Hyperparameters:
-    """What was to be logged of them, by the worker that leads."""
-
-    def __init__(self, leads: Callable[[], bool]) -> None:
-        self._leads = leads
-        self._kept: list[Callable[[], Any]] = []
-
-    def keeping(self, own: _Method) -> _Method:
-        """The logger's method for them, for any worker."""
-
-        def keep(*values: Any, **options: Any) -> None:
-            self._kept.append(lambda: own(*values, **options))
-            self._catch_up()
-
-        return keep
-
-    def before(self, own: _Method) -> _Method:
-        """A method of the logger, for the worker that leads."""
-        return lambda *values, **options: own(*values, **options) if self._catch_up() else None
-
-    def _catch_up(self) -> bool:
-        while self._leads() and self._kept:
-            self._kept.pop(0)()
-        return self._leads()
 
 
 def refuse_plateaus(schedulers: Sequence[Any]) -> None:
