@@ -244,14 +244,12 @@ class Unmerged:
     Attributes:
         sent: The pseudo-gradient that is on its way.
         beside: Steps beside the last mean, at most.
-        taken: Samples that a coordinator has taken whose weights are not known, as it is away since.
         data: The slices that it was trained on, if a coordinator hands them out.
     """
 
     def __init__(self, *, beside: int) -> None:
         self.sent: Sent | None = None
         self.beside = beside
-        self.taken = 0
         self.data: TrackedTraining | None = None
         self._steps = self._samples = 0  # carried from rounds without a quorum, as the next
         self._carried: tuple[TrainedRun, ...] = ()
@@ -302,8 +300,6 @@ class Unmerged:
         """Nothing is on its way any more; returns what was, whose samples are to be sent again."""
         sent, self.sent = self.sent, None
         if sent is not None:
-            answer = sent.upload.answer
-            self.taken = 0 if answer is None or not answer.weight else sent.said.samples + self._samples
             sent.upload.receipt.cancel()
         return sent
 
@@ -324,7 +320,7 @@ class Unmerged:
         self._tell_rest()
 
     def _clear_carried(self) -> None:
-        self._steps = self._samples = self.taken = 0
+        self._steps = self._samples = 0
         self._carried = ()
 
     def _tell_rest(self) -> None:
@@ -1099,36 +1095,22 @@ class Session:
     def _leave(self, quickly: bool, for_all: bool, hurries: Callable[[], bool]) -> None:
         place = self._place
         place.shown.close()
-        longest = time.monotonic() + min(self._timeout, _BACK_S)
-        is_broken = not place.connected
-        while True:
-            if is_broken and not quickly and self._unsent and not self._reconnect(longest, hurries):
-                break
-            welcome = place.welcome
+        for _ in range(2):  # the connection may break in the first try
+            if self._unsent and not (quickly or place.connected):
+                self._reconnect(hurries)
+            quickly = quickly or hurries()
             if for_all:
                 self._end_all(quickly)
             if self._group.cause is None:
                 self._send_last(quickly)
-            is_broken = not place.connected or place.welcome is not welcome
-            quickly = quickly or hurries()
-            if quickly or not (is_broken and self._unsent) or time.monotonic() >= longest:
+            if place.connected or not self._unsent:
                 break
-        taken = 0 if place.connected else min(self.unmerged.taken, self._unsent)
-        if taken:
+        if unsent := self._unsent:
             log.warning(
-                "%s ends, and the coordinator is away since it has taken %d samples that it has trained on. They are "
-                "in the weights, unless it was started again without them.",
-                self.worker,
-                taken,
-            )
-        if unsent := self._unsent - taken:
-            where = "it has not taken them" if place.connected else "it is away"
-            log.warning(
-                "%s ends, and %d samples that it has trained on are not sent to the coordinator: %s. They are in no "
-                "weights.",
+                "%s ends, and %d samples that it has trained on may be in no weights: the coordinator %s.",
                 self.worker,
                 unsent,
-                where,
+                "has not taken them" if place.connected else "is away",
             )
         if self._group.cause is None:
             with self._lock:
@@ -1149,32 +1131,22 @@ class Session:
             return unsent
         return unsent + self.unmerged.carried_samples + (0 if sent is None else sent.said.samples)
 
-    def _reconnect(self, longest: float, hurries: Callable[[], bool]) -> bool:
-        """Wait until that time for a connection, and take part over it; returns whether what is left can be sent."""
-        place = self._place
+    def _reconnect(self, hurries: Callable[[], bool]) -> None:
+        """Wait for a connection, for a while, and take part over it."""
+        place, seconds = self._place, min(self._timeout, _BACK_S)
+        log.warning(
+            "The coordinator is away: %s waits for it for up to %.0f s, with %d samples to send.",
+            self.worker,
+            seconds,
+            self._unsent,
+        )
+        with suppress(SchedulerTimeoutError):
+            there = "the coordinator"
+            self._while_connected(lambda: place.connected or hurries(), there, timeout=seconds, alone=True)
         with self._lock:
             place.away = False
-        seconds = longest - time.monotonic()
-        if not place.connected:
-            log.warning(
-                "The coordinator is away: %s waits for it for up to %.0f s, with %d samples to send.",
-                self.worker,
-                seconds,
-                self._unsent,
-            )
-        timeout, self._timeout = self._timeout, min(self._timeout, seconds)  # of each wait
-        try:
-            self._while_connected(lambda: place.connected or hurries(), "the coordinator", alone=True)
-            if not place.connected:
-                return False
-            with self._lock:
-                if not place.joined and not self._late:
-                    self._join()
-        except SchedulerTimeoutError:  # it does not come back, or begins no round without other workers
-            return False
-        finally:
-            self._timeout = timeout
-        return True
+            if place.connected and not (place.joined or self._late):
+                self._join()
 
     def _end_all(self, quickly: bool) -> None:
         """Have the training of all end, as long as this worker leads."""
