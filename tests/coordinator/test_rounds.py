@@ -56,8 +56,7 @@ def test_workers_have_the_bits_of_the_exact_mean_in_any_order_of_arrival() -> No
                 assert status == 200
             for worker in workers:
                 ended = await worker.wait_for(messages.RoundEnded)
-                number = workers.index(worker)
-                assert (ended.round, ended.samples, ended.shares) == (round, 6, {f"w{number}": (number + 1) / 6})
+                assert (ended.round, ended.samples) == (round, 6)
                 await worker.pull(round)
         expected = OuterOptimizer(weights_of(0))
         mean = PlainMean({"all": torch.empty(ELEMENTS)})

@@ -177,13 +177,13 @@ def test_what_a_member_holds_by_a_saved_state_is_its_own_until_it_has_joined_aga
     one = cast(Member, SimpleNamespace(name="one", digest="one", silent=True))
     session = before.answer(one, encode(JoinTracker(worker="one", incarnation="1"))).session
     before.answer(one, encode(RequestSlice(session=session, epoch=0)))
-    after.load_state_dict(before.state_dict(), patience=60.0)
+    after.tracker.load_state_dict(before.tracker.state_dict(), patience=60.0)
     after.take_back([one], {}, RoundOptions(silent_after=10.0), now=0.0)
     session = after.answer(one, encode(JoinTracker(worker="one", incarnation="1"))).session
     assert isinstance(after.answer(one, encode(RequestSlice(session=session, epoch=0))), Assignment)
-    assert after.status().returned == 0
+    assert after.tracker.report().returned == 0
     after.take_back([one], {}, RoundOptions(silent_after=10.0), now=0.0)
-    assert after.status().returned == 1
+    assert after.tracker.report().returned == 1
 
 
 def test_who_has_left_while_it_asked_gets_no_slice(tmp_path: Path) -> None:

@@ -326,8 +326,9 @@ def test_it_carries_on_after_a_restart() -> None:
     again = Bench(outer_steps=3)
     again.scheduler.resume(bench.scheduler.rounds_over)
     assert again.scheduler.round == 1
-    # The worker does not know, and reports on; nothing of the round that was on is left.
-    assert again.say(again.report("a", 4, round=2)) == {"a": [StartRound(round=2)]}
+    # What the worker reports is heard once it has joined; nothing of the round that was on is left.
+    assert again.say(again.report("a", 4, round=2)) == {}
+    assert again.say(JoinRounds(worker="a")) == {"a": [StartRound(round=2)]}
     assert again.scheduler.left == 100
 
 

@@ -417,11 +417,9 @@ def test_what_a_worker_could_not_send_at_its_end_is_said(
     stack.callback(link.close)
     cut_at_the_end(link, "_leave", monkeypatch)
     worker = TrainsOnly(link.url, "worker", steps=13).checked()
-    assert (
-        "the coordinator has not said of 6 samples that it has trained on that they are part of the weights: it is away"
-        in caplog.text
-    )
-    assert ("waits for it" in caplog.text) is not quickly
+    said = "worker ends, and 6 samples that it has trained on may be in no weights: the coordinator is away"
+    assert said in caplog.text
+    assert caplog.text.count("waits for it") == (not quickly)
     assert all(map(torch.equal, worker.weights, worker.uninterrupted(without={10, 11, 12})))
 
 

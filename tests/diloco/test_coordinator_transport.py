@@ -18,6 +18,7 @@ from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.diloco.coordinator_client import CoordinatorTransport
 from lightning_bytescheduler.diloco.coordinator_protocol import UpdateReceipt, encode_frame
 from lightning_bytescheduler.diloco.outer_optimizer import Contribution
+from tests.diloco.coordinated_workers import until
 
 SIZE = 300
 
@@ -128,6 +129,7 @@ def test_an_encoding_under_way_does_not_hold_up_the_end() -> None:
     sending = threading.Thread(target=lambda: sender.transport.start(update(draw(0)), bool))
     sending.start()
     assert begun.wait(60.0)
+    until(lambda: sender.transport._coding is not None, "the job of the codec's thread")
     began = time.monotonic()
     assert not sender.transport.stop(0.1)
     assert time.monotonic() - began < 30.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,11 +20,10 @@ from lightning_bytescheduler import (
     PerformanceMonitor,
     UnsupportedError,
 )
-from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE
 from lightning_bytescheduler.diloco.coordinator_protocol import run_options
 from lightning_bytescheduler.diloco.options import common_options
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, SampleTarget
-from lightning_bytescheduler.diloco.strategy import RoundHooks, refuse_searches
+from lightning_bytescheduler.diloco.strategy import refuse_searches
 
 
 @pytest.mark.parametrize(
@@ -120,16 +118,6 @@ def test_ranks_that_give_the_default_of_the_outer_step_and_ranks_that_do_not_dif
     )
     assert {name for name in given if given[name] != left_out[name]} == {"outer_lr"}
     assert DiLoCoStrategy(outer_lr=0.5)._options.outer_step == {"lr": 0.5, "momentum": None}
-
-
-@pytest.mark.parametrize(
-    ("rounds", "says"),
-    [({}, "missing required field `round`"), ({"round": -1}, r"\$\.rounds\.round"), (None, r"\$\.rounds")],
-)
-def test_a_damaged_checkpoint_is_refused_with_what_is_wrong(rounds: Any, says: str) -> None:
-    checkpoint = {OUTER_STATE: {"outer": {}, "rounds": rounds}}
-    with pytest.raises(OptionError, match=rf"ckpt_path=.*{says}.*load_from_checkpoint"):
-        RoundHooks(DiLoCoStrategy()).on_load_checkpoint(Mock(), Mock(), checkpoint)
 
 
 def test_overlap_ends_before_the_next_send() -> None:

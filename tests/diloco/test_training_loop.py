@@ -50,7 +50,7 @@ def test_an_epoch_that_ends_without_a_batch_steps_the_schedules_also_where_it_wa
 def test_an_epoch_that_a_limit_cuts_steps_no_schedule(limit: str) -> None:
     boundaries, loop, session = restarted(batches=3, is_over=False)
     if limit == "max_steps":
-        boundaries.trainer.fit_loop.max_steps = 3  # type: ignore[attr-defined]
+        boundaries.trainer.fit_loop.max_steps = 3  # type: ignore[misc]
     else:
         session.over = True
     boundaries.before_epoch_end()

@@ -135,19 +135,6 @@ def test_layers_that_are_made_or_frozen_as_a_fit_begins_are_seen(clock: Clock) -
     assert [(name, size) for name, size, _, _ in found] == [(BETWEEN_STEPS, 0), ("b", 24), ("c", 80)]
 
 
-class MadeLater(Stepping):
-    def configure_model(self) -> None:
-        self.c = nn.Linear(3, 5)
-
-    def on_train_start(self) -> None:
-        self.a.requires_grad_(False)
-
-
-def test_layers_that_are_made_or_frozen_as_a_fit_begins_are_seen(clock: Clock) -> None:
-    found = layers(measure(MadeLater(clock), Batches(clock)))
-    assert [(name, size) for name, size, _, _ in found] == [(BETWEEN_STEPS, 0), ("b", 24), ("c", 80)]
-
-
 class Unused(Stepping):
     order = ("a", "c")
 

@@ -519,8 +519,7 @@ class Run:
             for one in taken:
                 self._slices.tracker.settle(one.trained, merged=bool(merge.total))
         booked = taken if merge.total else ()  # without a quorum
-        own = {one.member.name: one for one in booked}
-        record = corrected(merge.record, own)
+        record = corrected(merge.record, {one.member.name: one for one in booked})
         samples = sum(one.round_samples for one in booked)
         self.samples += samples
         for one in booked:
@@ -532,10 +531,8 @@ class Run:
             metrics=record.metrics,
             stop=self.scheduler.finished and merge.round == self.scheduler.round,
         )
-        for member in self.members:  # each hears its own share: all shares for all grow with the square of their number
-            mine = own.get(member.name)
-            shares = {member.name: mine.round_samples / samples} if mine is not None and samples else {}
-            self._post(member.name, msgspec.structs.replace(ended, shares=shares))
+        for member in self.members:
+            self._post(member.name, ended)
         self.merging = None
         self._rounds.go_on()
         self._on_round(record)

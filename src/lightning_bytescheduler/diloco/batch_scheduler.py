@@ -186,21 +186,16 @@ class BatchScheduler:
             self._hear(worker, message, now)
         elif isinstance(message, LeaveRounds):
             if worker is not None:
-                self._roster.remove(worker, has_left=True)
+                self._roster.remove(worker)
                 self._advance(now)
         elif isinstance(message, PseudoGradientArrived) and (worker is None or not worker.is_member):
             self._arrive_after_leaving(message, worker, now)
         elif isinstance(message, JoinRounds) and (worker is None or message.session != worker.session):
             if worker is not None:
                 # It was restarted: its work is lost, except for what it has sent.
-                self._roster.remove(worker, has_left=False)
+                self._roster.remove(worker)
             self._join(message, now)
-        elif worker is None:
-            # After a restart of the scheduler, workers that it does not know report to it, and so join. A worker that
-            # has left does not come back by a report that was overtaken.
-            if not self._roster.has_left(message.worker):
-                self._join(JoinRounds(worker=message.worker), now, paused=isinstance(message, PauseRounds))
-        else:
+        elif worker is not None:  # else it has left, and this was overtaken
             self._hear(worker, message, now)
 
     def note_alive(self, worker: str, *, now: float) -> None:
@@ -331,12 +326,11 @@ class BatchScheduler:
         elif worker.is_member:
             self._tell(worker.name, Acknowledge(round=self._round, reported=worker.steps))
 
-    def _join(self, join: JoinRounds, now: float, *, paused: bool = False) -> None:
+    def _join(self, join: JoinRounds, now: float) -> None:
         open_round = self.is_open
         is_back = open_round and join.round == self._round
         worker = self._roster.take_back(join.worker, join.session, now) if is_back else None
         worker = worker or self._roster.add(join.worker, join.session, now)
-        worker.paused = paused
         self._take_in(worker, join, now)
         if open_round:
             self._answer(worker)

@@ -69,8 +69,7 @@ class StepReport(AnyMessage, frozen=True, kw_only=True):
         batch_size: Samples of the last step.
         seconds: That the last step took, by the worker's clock.
         in_flight: Steps reported before this one to which no answer has come yet.
-        trained_s: Seconds that all steps of this round took.
-        loss: Mean over these, weighted by samples; ``None`` if none was measured.
+        loss: Mean over all steps of this round, weighted by samples; ``None`` if none was measured.
     """
 
     worker: _Name
@@ -80,7 +79,6 @@ class StepReport(AnyMessage, frozen=True, kw_only=True):
     batch_size: _Own
     seconds: _Number
     in_flight: _Own = 0
-    trained_s: _Number = 0.0
     loss: float | None = None
 
 
@@ -215,8 +213,6 @@ class RoundEnded(AnyMessage, frozen=True, kw_only=True):
     Attributes:
         round: Which.
         samples: That all workers together have processed in it.
-        shares: Workers' shares of them. A coordinator tells each worker its own share only, as what all are told about
-            all grows with the square of their number.
         metrics: Means over the round and all workers, by name; finite.
         epoch: See :class:`EndRound`.
         validate: See :class:`EndRound`.
@@ -226,8 +222,7 @@ class RoundEnded(AnyMessage, frozen=True, kw_only=True):
 
     round: _Count
     samples: _Count = 0
-    shares: dict[str, float] = {}  # copied for each message
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = {}  # copied for each message
     epoch: bool = False
     validate: bool = False
     stop: bool = False

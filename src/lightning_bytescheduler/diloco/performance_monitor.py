@@ -15,7 +15,7 @@ from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
 from lightning_bytescheduler.registration import require_same_package
 
-_SHOWN = "round", "steps_left", "share"
+_SHOWN = "round", "steps_left"
 
 
 @options_by_name
@@ -26,8 +26,8 @@ class PerformanceMonitor(pl.Callback):
     that reading it does not wait for the step either.
 
     Worker 0 logs at Lightning's ``log_every_n_steps``: ``diloco/round``; ``diloco/steps_left``, its own steps until it
-    sends, once they are known; ``diloco/share``, its share of the samples of the last round; and the means over that
-    round and all workers, ``diloco/loss`` and ``diloco/samples_per_second``. The first three are in the progress bar.
+    sends, once they are known; and the means over the last round and all workers, ``diloco/loss`` and
+    ``diloco/samples_per_second``. The first two are in the progress bar.
 
     Args:
         log_metrics: Whether to log.

@@ -35,7 +35,6 @@ class RoundCounter:
         round: The round it is in; 0 before the first.
         steps: Taken in this round, or since its pseudo-gradient was sent.
         samples: Processed in these steps.
-        seconds: That these steps took.
         next_round: The round to start, as soon as its weights are there; ``None`` if none was announced.
         finished: Whether the training is over.
         closes: Whether this round has no step, and sends what the last ones have left of a fragment.
@@ -46,9 +45,8 @@ class RoundCounter:
         self.round = 0
         self.steps = 0
         self.samples = 0
-        self.seconds = 0.0
         self._loss: _Loss = (0.0, 0)
-        self._of_sent: tuple[float, _Loss] = (0.0, (0.0, 0))  # seconds and loss of what was sent last
+        self._loss_of_sent: _Loss = (0.0, 0)  # of what was sent last
         self.next_round: int | None = None
         self.finished = False
         self.closes = False
@@ -60,12 +58,10 @@ class RoundCounter:
     def carried_into(self, round: int, sent: SendingPseudoGradient | None = None) -> RoundCounter:
         """A new counter that begins ``round`` with what was done in this one's, and what was sent to no avail."""
         counter = RoundCounter(self.worker)
-        counter.round, counter.steps, counter.samples = round, self.steps, self.samples
-        counter.seconds, counter._loss = self.seconds, self._loss
+        counter.round, counter.steps, counter.samples, counter._loss = round, self.steps, self.samples, self._loss
         if sent is not None:
-            seconds, loss = self._of_sent
             counter.steps, counter.samples = self.steps + sent.steps, self.samples + sent.samples
-            counter.seconds, counter._loss = self.seconds + seconds, _mean_of(self._loss, loss)
+            counter._loss = _mean_of(self._loss, self._loss_of_sent)
         return counter
 
     def go_on(self, *, steps: int, samples: int) -> None:
@@ -131,7 +127,6 @@ class RoundCounter:
         in_flight = max(self.steps - self._acknowledged, 0)
         self.samples += require_whole("batch_size", batch_size, 1)
         self.steps += 1
-        self.seconds += require_seconds("seconds", seconds)
         if loss is not None:
             self._loss = _mean_of(self._loss, (loss, batch_size))
         mean, measured = self._loss
@@ -141,9 +136,8 @@ class RoundCounter:
             steps=self.steps,
             samples=self.samples,
             batch_size=batch_size,
-            seconds=seconds,
+            seconds=require_seconds("seconds", seconds),
             in_flight=in_flight,
-            trained_s=self.seconds,
             loss=mean if measured else None,
         )
 
@@ -153,7 +147,7 @@ class RoundCounter:
         Where sending overlaps with training, the steps that follow count for the next round.
         """
         message = SendingPseudoGradient(worker=self.worker, round=self.round, steps=self.steps, samples=self.samples)
-        self._of_sent = self.seconds, self._loss
+        self._loss_of_sent = self._loss
         self.clear()
         self._last_step = None
         self._sent = True
@@ -162,4 +156,4 @@ class RoundCounter:
     def clear(self) -> None:
         """Nothing was done in this round so far."""
         self.steps = self.samples = self._acknowledged = 0
-        self.seconds, self._loss = 0.0, (0.0, 0)
+        self._loss = (0.0, 0)

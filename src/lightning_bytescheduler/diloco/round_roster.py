@@ -23,7 +23,7 @@ from lightning_bytescheduler.diloco.round_record import Activity, WorkerRound
 _FIRST_STEPS = 4  # of rounds, that are kept
 _SILENT_STEPS = 3
 _SHORTEST_S = 1e-9
-RETURN_S = 4.0
+RETURN_S = 2.0
 """For a worker to be back whose connection has closed. One that lives tries again each half second at first."""
 
 
@@ -108,8 +108,7 @@ class WorkerProgress:
         in_flight: Steps that it has taken, about, before an answer reaches it; survives the round.
         pace: How it gets on, as it was when it was last heard of; ``None`` where the round's end does not depend on it.
         send_after: Steps after which it was told to send its pseudo-gradient; 0 for after the one in progress.
-        trained_s: Seconds that its steps of this round took.
-        loss: Mean over these, if it says one.
+        loss: Mean over its steps of this round, if it says one.
         told: When it was told to start.
         began: When it began to train.
         reported: When the step began that it is taking.
@@ -135,7 +134,6 @@ class WorkerProgress:
     in_flight: int = 0
     pace: Pace | None = None
     send_after: int = 0
-    trained_s: float = 0.0
     loss: float | None = None
     told: float = 0.0
     began: float | None = None
@@ -155,7 +153,6 @@ class WorkerProgress:
         self.began_late = late
         self.steps = self.samples = self.send_after = 0
         self.began = self.sending = self.arrived = self.loss = None
-        self.trained_s = 0.0
         self.told = self.reported = self.heard = now
 
     def start(self, now: float) -> None:
@@ -178,7 +175,7 @@ class WorkerProgress:
         """Take over a report that is newer than what is known."""
         self.step_time.observe(report.seconds, report.batch_size, first=report.steps == 1)
         self.steps, self.samples = report.steps, report.samples
-        self.trained_s, self.loss = report.trained_s, report.loss
+        self.loss = report.loss
         self.in_flight = min(report.in_flight, report.steps)  # no more than that can be true
         self.reported = now
 
@@ -294,7 +291,7 @@ def means_of(workers: Sequence[WorkerProgress]) -> dict[str, float]:
     What is not finite, as the loss of a training that has diverged, is left out: no such number travels as JSON.
     """
     measured = [(one.loss, one.samples) for one in workers if one.loss is not None and one.samples]
-    rates = [one.samples / one.trained_s for one in workers if one.trained_s]
+    rates = [one.samples_per_second for one in workers if one.samples and one.samples_per_second is not None]
     means: dict[str, float] = {}
     if measured:
         means["loss"] = sum(loss * samples for loss, samples in measured) / sum(samples for _, samples in measured)
@@ -306,14 +303,6 @@ def means_of(workers: Sequence[WorkerProgress]) -> dict[str, float]:
 _MOST_REMEMBERED = 4096
 
 
-@dataclass(slots=True)
-class _Remembered:
-    """Of one who is not there."""
-
-    step_time: StepTime
-    has_left: bool
-
-
 class RoundRoster:
     """The workers."""
 
@@ -321,24 +310,17 @@ class RoundRoster:
         self.workers: dict[str, WorkerProgress] = {}
         self._numbers = 0
         self._departed: list[WorkerProgress] = []  # who has left in this round, and has sent
-        self._remembered: OrderedDict[str, _Remembered] = OrderedDict()  # who left first is first
+        self._remembered: OrderedDict[str, StepTime] = OrderedDict()  # of who has left; who left first is first
 
     def departed(self, name: str) -> WorkerProgress | None:
         """A worker that has left in this round, and whose pseudo-gradient may still come."""
         return next((one for one in self._departed if one.name == name and one.state is WorkerState.SENDING), None)
 
-    def has_left(self, name: str) -> bool:
-        """Whether it was there, and has said that it leaves."""
-        remembered = self._remembered.get(name)
-        return remembered is not None and remembered.has_left
-
     def add(self, name: str, session: int, now: float) -> WorkerProgress:
         """A worker joins. Its step times are known if it was there before."""
         self._numbers += 1
         worker = self.workers[name] = WorkerProgress(name=name, number=self._numbers, session=session, heard=now)
-        remembered = self._remembered.pop(name, None)
-        if remembered is not None:
-            worker.step_time = remembered.step_time
+        worker.step_time = self._remembered.pop(name, worker.step_time)
         return worker
 
     def take_back(self, name: str, session: int, now: float) -> WorkerProgress | None:
@@ -351,10 +333,10 @@ class RoundRoster:
         self.workers[name], worker.left, worker.heard, worker.gone = worker, False, now, None
         return worker
 
-    def remove(self, worker: WorkerProgress, *, has_left: bool) -> None:
+    def remove(self, worker: WorkerProgress) -> None:
         """It is gone, or was started anew. What it has sent still counts in this round."""
         self._remembered.pop(worker.name, None)
-        self._remembered[worker.name] = _Remembered(worker.step_time, has_left)
+        self._remembered[worker.name] = worker.step_time
         del self.workers[worker.name]
         worker.left = True
         if worker.has_ended:

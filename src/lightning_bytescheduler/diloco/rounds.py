@@ -159,12 +159,10 @@ class Rounds:
 
     def _halt(self, record: RoundRecord) -> None:
         """Tell all workers that a round is over, and whether all stand still, before they hear of the next round."""
-        samples = record.samples
         stops = "stop" in self._wishes or self.scheduler.finished
         ended = RoundEnded(
             round=record.round,
-            samples=samples,
-            shares={one.worker: one.samples / samples for one in record.workers} if samples else {},
+            samples=record.samples,
             metrics=record.metrics,
             epoch="epoch" in self._wishes,
             validate="validate" in self._wishes,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from torch import nn
@@ -38,7 +38,7 @@ from lightning_bytescheduler.diloco.rounds import RoundsThread
 from lightning_bytescheduler.diloco.session import START, Session
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries, LoopBoundaries
 from lightning_bytescheduler.diloco.worker_restart import KeptStates, Resumed, WorkerStates
-from lightning_bytescheduler.exceptions import OptionError, RankFailedError
+from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import NATIVE_S, FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
@@ -48,38 +48,6 @@ log = logging.getLogger(__name__)
 _STOP_S = 5.0
 _MOMENT_S = 2.0
 _HOST = "scheduler"  # the mailbox of who hosts the rounds
-
-
-class _Rounds(msgspec.Struct):
-    round: Annotated[int, msgspec.Meta(ge=0)]
-
-
-class SavedState(msgspec.Struct):
-    """What :meth:`Runtime.state_dict` puts beside the weights of a checkpoint.
-
-    Attributes:
-        outer: Of the outer optimizer.
-        rounds: Where they are.
-        unsent: What pseudo-gradients have left to be sent; a coordinator's run has none.
-    """
-
-    outer: dict[str, Any]
-    rounds: _Rounds
-    unsent: dict[str, Any] = msgspec.field(default_factory=lambda: {"workers": 0, "rank": 0, "own": {}, "mean": {}})
-
-    @classmethod
-    def of(cls, state: object) -> SavedState:
-        """Check what a checkpoint has.
-
-        Raises:
-            OptionError: If it is damaged; says where.
-        """
-        try:
-            return msgspec.convert(state, cls)
-        except msgspec.ValidationError as error:
-            way_out = "Go on from another one, or load its weights alone, with load_from_checkpoint()."
-            allowed = f"one whose outer state is whole ({error})"
-            raise OptionError("ckpt_path", "a damaged checkpoint", allowed, way_out) from error
 
 
 class Runtime:
@@ -133,7 +101,7 @@ class Runtime:
     # What the strategy calls.
 
     def begin(
-        self, boundaries: LoopBoundaries, state: SavedState | None, resumed: Resumed | None = None
+        self, boundaries: LoopBoundaries, state: Mapping[str, Any] | None, resumed: Resumed | None = None
     ) -> Callable[[], None] | None:
         """Join the other workers, begin the first round, and take the place of the loop's decisions.
 
@@ -154,9 +122,9 @@ class Runtime:
         boundaries.attach(self.states)
         return then
 
-    def _carry_on(self, state: SavedState | None) -> None:
+    def _carry_on(self, state: Mapping[str, Any] | None) -> None:
         if state is not None and self.state is not None:
-            self.state.load_state_dict(state.outer)
+            self.state.load_state_dict(state["outer"])
 
     def _keep_states(self, trainer: pl.Trainer, resumed: Resumed | None) -> None:
         """Begin to keep what a checkpoint is to have of this worker."""
@@ -293,11 +261,11 @@ class LeadingRuntime(Runtime):
         else:
             post(self._store, to, _HOST, encode(message))
 
-    def _carry_on(self, state: SavedState | None) -> None:
+    def _carry_on(self, state: Mapping[str, Any] | None) -> None:
         super()._carry_on(state)
-        if state is not None:
-            self._exchange.load_state_dict(state.unsent)
-        rounds_over = 0 if state is None else state.rounds.round
+        if state is not None and "unsent" in state:  # not of a coordinator's run
+            self._exchange.load_state_dict(state["unsent"])
+        rounds_over = 0 if state is None else state["rounds"]["round"]
         if self._rounds is not None:
             self._rounds.start(rounds_over)
         self.session.stand_at(rounds_over)

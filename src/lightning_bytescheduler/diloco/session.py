@@ -423,7 +423,7 @@ class Session:
             known = {"round": self.round, "steps_left": self._place.counter.steps_left}
             found = {name: float(value) for name, value in known.items() if value is not None}
         if self.round_end is not None:
-            found |= {"share": self.round_end.shares.get(self.worker, 0.0), **self.round_end.metrics}
+            found |= self.round_end.metrics
         return found
 
     # ------------------------------------------------------------------ other threads
@@ -1098,12 +1098,12 @@ class Session:
         for _ in range(2):  # the connection may break in the first try
             if self._unsent and not (quickly or place.connected):
                 self._reconnect(hurries)
-            quickly = quickly or hurries()
+            was_there, quickly = place.connected, quickly or hurries()
             if for_all:
                 self._end_all(quickly)
             if self._group.cause is None:
                 self._send_last(quickly)
-            if place.connected or not self._unsent:
+            if not was_there or place.connected or not self._unsent:
                 break
         if unsent := self._unsent:
             log.warning(

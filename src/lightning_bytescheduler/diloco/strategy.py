@@ -46,7 +46,7 @@ from lightning_bytescheduler.diloco.options import (
 from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor
 from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup, WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
-from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime, LeadingRuntime, Runtime, SavedState
+from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime, LeadingRuntime, Runtime
 from lightning_bytescheduler.diloco.session import Session, SessionStatistics
 from lightning_bytescheduler.diloco.training_loop import (
     CoordinatedBoundaries,
@@ -276,7 +276,7 @@ class DiLoCoStrategy(RankStrategy):
         self._joint: JointCollectives | None = None
         self._validates_together = False
         self._runtime: Runtime | None = None
-        self._kept_state: SavedState | None = None
+        self._kept_state: Mapping[str, Any] | None = None
         self._resumed: Resumed | None = None
         self._next_epoch: Callable[[], None] | None = None
         self._last_whole: object = None  # path of the last checkpoint that was written in this fit
@@ -814,7 +814,7 @@ class RoundHooks(pl.Callback):
                 "diloco: the checkpoint is of another strategy. Weights, inner optimizer and progress go on; rounds "
                 "and the outer optimizer begin anew."
             )
-        self._strategy._kept_state = None if state is None else SavedState.of(state)
+        self._strategy._kept_state = state
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Publish the failure before other callbacks or the teardown can block."""
