@@ -278,7 +278,6 @@ def test_a_member_with_ill_will_does_not_end_the_run(number: int, seconds: float
             batch_size=number,
             seconds=seconds,
             in_flight=number,
-            trained_s=seconds,
             loss=1e308,
         )
         played.say(other, report)

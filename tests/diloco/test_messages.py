@@ -33,7 +33,7 @@ ALL = [
     JoinRounds(worker="a", session=7),
     JoinRounds(worker="a", session=7, round=3, steps=2, samples=64),
     StepReport(worker="a", round=1, steps=2, samples=64, batch_size=32, seconds=0.25, in_flight=1),
-    StepReport(worker="a", round=1, steps=2, samples=64, batch_size=32, seconds=0.25, trained_s=0.5, loss=-0.25),
+    StepReport(worker="a", round=1, steps=2, samples=64, batch_size=32, seconds=0.25, loss=-0.25),
     SendingPseudoGradient(worker="a", round=1, steps=2, samples=64),
     PseudoGradientArrived(worker="a", round=1),
     RoundStarted(worker="a", round=2),
@@ -49,7 +49,7 @@ ALL = [
     TrainingOver(round=2),
     EndRound(worker="a", round=1, now=True, steps=7, epoch=True),
     PassedRoundEnd(worker="a", round=2, stop=True),
-    RoundEnded(round=3, samples=8, shares={"a": 1.0}, metrics={"loss": 0.5}, validate=True),
+    RoundEnded(round=3, samples=8, metrics={"loss": 0.5}, validate=True),
 ]
 
 

@@ -141,7 +141,7 @@ def mean_of(sent: Sequence[Sending]) -> Mean:
 
 
 def ended(round: int, **halts: bool) -> RoundEnded:
-    return RoundEnded(round=round, samples=1, shares={}, halts=bool(halts), **halts)
+    return RoundEnded(round=round, samples=1, halts=bool(halts), **halts)
 
 
 def conclude(worker: Worker, sent: Sending, **halts: bool) -> None:

@@ -84,11 +84,9 @@ def end(thread: RoundsThread, round: int, samples: int = 4) -> None:
         thread.post(PseudoGradientArrived(worker=name, round=round))
 
 
-def report(name: str, *, trained_s: float, loss: float | None) -> StepReport:
+def report(name: str, *, seconds: float, loss: float | None) -> StepReport:
     """Of a first step of four samples."""
-    return StepReport(
-        worker=name, round=1, steps=1, samples=4, batch_size=4, seconds=trained_s, trained_s=trained_s, loss=loss
-    )
+    return StepReport(worker=name, round=1, steps=1, samples=4, batch_size=4, seconds=seconds, loss=loss)
 
 
 def join(thread: RoundsThread) -> None:
@@ -100,13 +98,12 @@ def test_rounds_follow_one_another_until_somebody_asks() -> None:
     thread, mail, records, errors = hosted(FixedSteps(2))
     join(thread)
     start(thread, mail, 1)
-    thread.post(report("a", trained_s=0.5, loss=2.0))
-    thread.post(report("b", trained_s=1.0, loss=4.0))
+    thread.post(report("a", seconds=0.5, loss=2.0))
+    thread.post(report("b", seconds=1.0, loss=4.0))
     end(thread, 1)
     first = mail.wait("a", lambda message: isinstance(message, RoundEnded))
     assert not first.halts
     assert first.samples == 8
-    assert first.shares == {"a": 0.5, "b": 0.5}
     assert first.metrics == {"loss": 3.0, "samples_per_second": 12.0}
     start(thread, mail, 2)
     thread.post(EndRound(worker="a", round=2, now=True, steps=1, epoch=True))
@@ -173,7 +170,7 @@ def test_means_that_are_not_finite_are_left_out(loss: float | None) -> None:
     join(thread)
     start(thread, mail, 1)
     for name in WORKERS:
-        thread.post(report(name, trained_s=0.5, loss=loss))
+        thread.post(report(name, seconds=0.5, loss=loss))
     end(thread, 1)
     ended = mail.wait("a", lambda message: isinstance(message, RoundEnded))
     assert ended.metrics == {"samples_per_second": 16.0}

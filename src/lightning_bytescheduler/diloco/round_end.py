@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -213,35 +213,6 @@ class RoundPlan:
     steps: tuple[int, ...]
 
 
-class RoundTarget(Protocol):
-    """What ends a round."""
-
-    @property
-    def step_cap(self) -> int | None:
-        """Steps that no worker exceeds, or ``None``."""
-
-    def left(self, *, samples: int, steps: Sequence[int]) -> int:
-        """What is to go; 0 or less when the target is reached.
-
-        Args:
-            samples: That all workers together have processed in this round.
-            steps: That each worker has taken in this round; the fewest and the most are enough.
-        """
-
-    def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> RoundPlan | None:
-        """Say when the round ends, and each worker's steps until then.
-
-        Args:
-            left: What ``left`` said.
-            paces: The workers that are training.
-            now: In seconds.
-            within: Seconds from now.
-
-        Returns:
-            ``None`` if the target is not reached ``within`` that time.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class SampleTarget:
     """A round is over when all workers together have processed ``samples`` samples.
@@ -255,15 +226,30 @@ class SampleTarget:
 
     @property
     def step_cap(self) -> int | None:
-        """None: any worker may do all of the work."""
+        """Steps that no worker exceeds: none, as any worker may do all of the work."""
         return None
 
     def left(self, *, samples: int, steps: Sequence[int]) -> int:
-        """Samples to go."""
+        """What is to go; 0 or less when the target is reached.
+
+        Args:
+            samples: That all workers together have processed in this round.
+            steps: That each worker has taken in this round; the fewest and the most are enough.
+        """
         return self.samples - samples
 
     def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> RoundPlan | None:
-        """Every worker takes the steps that end before the last needed sample is there."""
+        """Say when the round ends. Every worker takes the steps that end before the last needed sample is there.
+
+        Args:
+            left: What ``left`` said.
+            paces: The workers that are training.
+            now: In seconds.
+            within: Seconds from now.
+
+        Returns:
+            ``None`` if the target is not reached ``within`` that time.
+        """
         # After t seconds, a worker has taken t / step_seconds steps, and one more at most, beyond what is sure. That
         # rules most moments of a round out, without playing all of its steps.
         surplus = sum(pace.batch_size * (pace.sure + 1) for pace in paces)
@@ -312,6 +298,10 @@ class FixedSteps(FastestSteps):
     def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> RoundPlan | None:
         """Each worker takes what is missing."""
         return _plan([max(self.steps - pace.steps, 0) for pace in paces], paces, now, within)
+
+
+RoundTarget: TypeAlias = SampleTarget | FastestSteps
+"""What ends a round."""
 
 
 def _share(steps: int, seconds: float, fastest: float) -> int:

@@ -711,7 +711,7 @@ class Session:
         what: str,
         *,
         timeout: float | None = None,
-        meanwhile: Callable[[], None] = lambda: None,
+        each_second: Callable[[], None] = lambda: None,
         alone: bool = False,
     ) -> None:
         """Wait for what other threads bring.
@@ -720,7 +720,7 @@ class Session:
             ready: Whether it is there; called with the lock held.
             what: The same in words.
             timeout: Longest wait, in seconds; by default that for the other workers.
-            meanwhile: Called about once a second, with the lock held.
+            each_second: Called about once a second, with the lock held.
             alone: Whether to wait without a connection, too.
 
         Raises:
@@ -735,7 +735,7 @@ class Session:
                 now = time.monotonic()
                 if now - asked >= _LOOK_S:
                     asked = now
-                    meanwhile()
+                    each_second()
                     self._lock.release()  # which others need that this call may wait for
                     try:
                         cause = self._group.no_hope()
@@ -982,7 +982,7 @@ class Session:
         while not (self._over_here or self._place.away):
             self.check()
             with self._timed("start_s"):
-                self._while_connected(self._told_what_is_next, "the next round", meanwhile=self._ask)
+                self._while_connected(self._told_what_is_next, "the next round", each_second=self._ask)
             if self._late:
                 self._follow_others()
                 continue
@@ -1095,15 +1095,15 @@ class Session:
     def _leave(self, quickly: bool, for_all: bool, hurries: Callable[[], bool]) -> None:
         place = self._place
         place.shown.close()
-        for _ in range(2):  # the connection may break in the first try
-            if self._unsent and not (quickly or place.connected):
+        for once_more in (False, True):  # the connection may break, and be another one then
+            if self._unsent and not quickly and (once_more or not place.connected):
                 self._reconnect(hurries)
-            was_there, quickly = place.connected, quickly or hurries()
+            quickly, welcome = quickly or hurries(), place.welcome if place.connected else None
             if for_all:
                 self._end_all(quickly)
             if self._group.cause is None:
                 self._send_last(quickly)
-            if not was_there or place.connected or not self._unsent:
+            if not self._unsent or welcome is None or (place.connected and place.welcome is welcome):
                 break
         if unsent := self._unsent:
             log.warning(
@@ -1134,12 +1134,13 @@ class Session:
     def _reconnect(self, hurries: Callable[[], bool]) -> None:
         """Wait for a connection, for a while, and take part over it."""
         place, seconds = self._place, min(self._timeout, _BACK_S)
-        log.warning(
-            "The coordinator is away: %s waits for it for up to %.0f s, with %d samples to send.",
-            self.worker,
-            seconds,
-            self._unsent,
-        )
+        if not place.connected:
+            log.warning(
+                "The coordinator is away: %s waits for it for up to %.0f s, with %d samples to send.",
+                self.worker,
+                seconds,
+                self._unsent,
+            )
         with suppress(SchedulerTimeoutError):
             there = "the coordinator"
             self._while_connected(lambda: place.connected or hurries(), there, timeout=seconds, alone=True)

@@ -508,7 +508,7 @@ class DiLoCoStrategy(RankStrategy):
 
     @contextmanager
     def _validating_together(self) -> Iterator[None]:
-        """All workers do the same meanwhile: what is reduced in a validation is reduced over all of them."""
+        """All workers do the same within this: what is reduced in a validation is reduced over all of them."""
         module, joint = self.lightning_module, self._joint
         if module is None or joint is None:
             yield

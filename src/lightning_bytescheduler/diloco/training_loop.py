@@ -535,7 +535,7 @@ _LOGGING = ("log_hyperparams", "log_metrics", "log_graph", "save", "after_save_c
 def for_leader_only(
     trainer: pl.Trainer, leads: Callable[[], bool], on_stop: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Pass over meanwhile what is the leader's, unless this worker leads.
+    """Pass over what is the leader's within this, unless this worker leads.
 
     Args:
         trainer: Whose callbacks and loggers they are.
