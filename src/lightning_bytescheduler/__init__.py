@@ -13,8 +13,6 @@ from lightning_bytescheduler.exceptions import *  # noqa: F403  # all of them
 from lightning_bytescheduler.registration import register_strategies
 
 if TYPE_CHECKING:
-    from lightning_bytescheduler.checking.check import check as check
-    from lightning_bytescheduler.checking.report import CheckReport as CheckReport
     from lightning_bytescheduler.collectives.push_pull_store import PushPullStore as PushPullStore
     from lightning_bytescheduler.ddp.fabric_strategy import ByteSchedulerFabricStrategy as ByteSchedulerFabricStrategy
     from lightning_bytescheduler.ddp.fit_report import OverlapPlan as OverlapPlan
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy as ByteSchedulerStrategy
     from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor as PerformanceMonitor
     from lightning_bytescheduler.diloco.strategy import DiLoCoStrategy as DiLoCoStrategy
-    from lightning_bytescheduler.predicting.predict import advise as advise
     from lightning_bytescheduler.predicting.predict import predict as predict
     from lightning_bytescheduler.simulation.link import LinkModel as LinkModel
     from lightning_bytescheduler.simulation.prediction import Prediction as Prediction
@@ -34,7 +31,6 @@ else:
 _IMPORTED_AT_FIRST_USE = {
     "ByteSchedulerFabricStrategy": "ddp.fabric_strategy",
     "ByteSchedulerStrategy": "ddp.strategy",
-    "CheckReport": "checking.report",
     "CreditTuner": "tuning.credit_tuner",
     "DiLoCoStrategy": "diloco.strategy",
     "LinkModel": "simulation.link",
@@ -44,8 +40,6 @@ _IMPORTED_AT_FIRST_USE = {
     "PushPullStore": "collectives.push_pull_store",
     "SchedulerStatistics": "ddp.fit_report",
     "SliceDataModule": "slices.data_module",
-    "advise": "predicting.predict",
-    "check": "checking.check",
     "predict": "predicting.predict",
 }
 

@@ -1,9 +1,10 @@
-"""Models of a notebook, one of which reads a weight in a way that no gate sees."""
+"""Models to check, one of which reads a weight in a way that no gate sees."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.support.models import Tower
 
-__all__ = ["ByAddress", "FailsWhenGated", "Unrepeatable"]
+__all__ = ["ByAddress", "FailsWhenGated", "Sleeps", "Unrepeatable"]
 
 
 class ByAddress(Tower):
@@ -48,3 +49,10 @@ class FailsWhenGated(Tower):
         if type(self.last.weight) is not nn.Parameter:
             raise TypeError("that is no parameter")
         return super().predict(inputs)
+
+
+class Sleeps(Tower):
+    """Does not come to its first step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        threading.Event().wait(600.0)

@@ -1,15 +1,14 @@
-"""``check``: the command, the function for notebooks, and how they run the user's training.
+"""``check``: the command, and how it runs the user's training.
 
 The user's command is started unchanged, in processes of its own, with our strategies registered in each of its Python
-processes. A notebook's process is forked. Waits for these processes are bounded, and processes that are left over are
-ended. Messages on stderr tell the progress.
+processes. Waits for these processes are bounded, and processes that are left over are ended. Messages on stderr tell
+the progress.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import multiprocessing
 import os
 import shutil
 import signal
@@ -17,11 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
 
 from lightning_bytescheduler.checking.report import (
     LEFT_OUT,
@@ -29,7 +26,6 @@ from lightning_bytescheduler.checking.report import (
     PROGRESS,
     REFUSED,
     STARTED,
-    CheckReport,
     RankRecord,
     RunResult,
     RunSpec,
@@ -39,10 +35,7 @@ from lightning_bytescheduler.checking.report import (
 )
 from lightning_bytescheduler.checks import require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.registration import CHECK_VARIABLE, require_same_package
-
-if TYPE_CHECKING:
-    from lightning_bytescheduler.lightning_api import pl
+from lightning_bytescheduler.registration import CHECK_VARIABLE
 
 _STEPS = 50
 _TIMEOUT = 600.0
@@ -53,7 +46,6 @@ _POLL_SECONDS = 0.1
 _LATE_SECONDS = 20.0  # for late ranks' records after rank 0 has ended, and for processes to end after all records
 _TERMINATION_SECONDS = 10.0
 _LOG_LINES = 15
-_PORT_TAKEN = "EADDRINUSE"
 _NO_FIT = "The script ended without a call of Trainer.fit; the check is for Lightning's Trainer."
 _NO_HOOK = (
     "The command ended without importing lightning, or in a Python that ignores PYTHONPATH (options -I and -E do). "
@@ -96,101 +88,31 @@ def run(options: argparse.Namespace) -> int:
         UnsupportedError: If this process is one of several ranks.
         OSError: If the command cannot be started.
     """
-    _check_numbers(options.steps, options.devices, options.timeout)
+    require_whole("steps", options.steps, 1)
+    if options.devices is not None:
+        require_whole("devices", options.devices, 2)
+    require_positive("timeout", options.timeout, of="seconds")
     command = options.command[1:] if options.command[:1] == ["--"] else list(options.command)
     if not command:
         raise OptionError("command", "", "the command that trains, such as `-- python train.py`")
-    _refuse_ranks(
-        "The check starts the ranks itself and was started as one of several. Start it once, with the launcher "
-        "behind it: lightning-bytescheduler check -- torchrun --nproc-per-node 2 train.py"
-    )
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise UnsupportedError(
+            "The check starts the ranks itself and was started as one of several. Start it once, with the launcher "
+            "behind it: lightning-bytescheduler check -- torchrun --nproc-per-node 2 train.py"
+        )
     if command[0].endswith(".py"):
         if not os.path.exists(command[0]):
             raise OptionError("command", command[0], "a script that is there, or another command that trains")
         command.insert(0, sys.executable)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     try:
-        report = _report(partial(start_command, command), options.steps, options.devices, options.timeout)
+        with tempfile.TemporaryDirectory(prefix="bytescheduler-check-", ignore_cleanup_errors=True) as root:
+            launch = partial(make_run, partial(start_command, command), Path(root), timeout=options.timeout)
+            report = investigate(launch, steps=options.steps, devices=options.devices)
     finally:
         signal.signal(signal.SIGTERM, before)
     print(report.text())
     return report.exit_code
-
-
-def check(
-    trainer: pl.Trainer,
-    model: pl.LightningModule,
-    train_dataloaders: Any = None,
-    val_dataloaders: Any = None,
-    datamodule: pl.LightningDataModule | None = None,
-    *,
-    steps: int = _STEPS,
-    devices: int | None = None,
-    timeout: float = _TIMEOUT,
-    progress: bool = True,
-) -> CheckReport:
-    """Train for some steps with ``ddp`` and with ``bytescheduler``, and compare. Changes nothing in this process.
-
-    Each run takes place in a process that is forked from this one, and so do its ranks, as with ``ddp_notebook``. So it
-    has the objects as they are now. The strategy of ``trainer`` is replaced, but its DDP options are kept. Each rank
-    computes with one thread.
-
-    Args:
-        trainer: A Trainer with the options of the training; it must not be in a fit.
-        model: The model to train.
-        train_dataloaders: As for ``Trainer.fit``.
-        val_dataloaders: As for ``Trainer.fit``.
-        datamodule: As for ``Trainer.fit``.
-        steps: Optimizer steps of each run.
-        devices: Number of devices to train on, instead of the Trainer's.
-        timeout: Seconds after which a run is ended; it then counts as hanging.
-        progress: Tell the progress on stderr.
-
-    Returns:
-        The result. Print it; ``equal`` is the answer.
-
-    Raises:
-        OptionError: If an option's value is not allowed, or the first argument is no Trainer.
-        UnsupportedError: If this process is one of several ranks or cannot be forked, or if ``trainer`` is from the
-            other package of Lightning.
-    """
-    _check_numbers(steps, devices, timeout)
-    require_same_package(trainer, "check()")
-    _refuse_ranks("check() starts the ranks itself: call it in one process, before any training with ddp.")
-    if not hasattr(os, "fork"):
-        raise UnsupportedError("check() forks this process, which this platform cannot do. Use the command.")
-    from lightning_bytescheduler.checking.injected import train_forked  # imports torch
-    from lightning_bytescheduler.lightning_api import pl
-
-    if not isinstance(trainer, pl.Trainer):
-        raise OptionError("trainer", trainer, "a Trainer, as in check(trainer, model, ...)")
-
-    data = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders, "datamodule": datamodule}
-    start = partial(start_fork, partial(train_forked, trainer, model, data))
-    return _report(start, steps, devices, timeout, quiet=not progress)
-
-
-def _report(start: Start, steps: int, devices: int | None, timeout: float, *, quiet: bool = False) -> CheckReport:
-    with tempfile.TemporaryDirectory(prefix="bytescheduler-check-", ignore_cleanup_errors=True) as root:
-        launch = partial(make_run, start, Path(root), timeout=timeout, quiet=quiet)
-        return investigate(launch, steps=steps, devices=devices)
-
-
-def _check_numbers(steps: object, devices: object, timeout: object) -> None:
-    """Refuse numbers that make no sense."""
-    require_whole("steps", steps, 1)
-    if devices is not None:
-        require_whole("devices", devices, 2)
-    require_positive("timeout", timeout, of="seconds")
-
-
-def _refuse_ranks(instead: str) -> None:
-    """Refuse to be one of several ranks."""
-    distributed: Any = sys.modules.get("torch.distributed")  # a group exists only where it was imported
-    if ("RANK" in os.environ and "WORLD_SIZE" in os.environ) or (
-        distributed is not None and distributed.is_available() and distributed.is_initialized()
-    ):
-        raise UnsupportedError(instead)
 
 
 # ── Runs ────────────────────────────────────────────────────────────────────────────────────────────
@@ -203,13 +125,8 @@ Start = Callable[[RunSpec, Path], tuple[int, Poll]]
 """Starts a run's first process as the leader of a new session. Takes the run and its folder; returns id and poll."""
 
 
-def make_run(
-    start: Start, root: Path, spec: RunSpec, why: str, *, timeout: float, quiet: bool = False, tries: int = 3
-) -> RunResult:
+def make_run(start: Start, root: Path, spec: RunSpec, why: str, *, timeout: float) -> RunResult:
     """Make a run, and announce it on stderr.
-
-    Lightning's launcher asks the system for a free port, which another process may take before rank 0 listens there.
-    Such a run says nothing about the strategy, and is made again.
 
     Args:
         start: Starts the training.
@@ -217,34 +134,23 @@ def make_run(
         spec: The run.
         why: The run's purpose, in a few words.
         timeout: In seconds.
-        quiet: Print nothing.
-        tries: How often it is made at most.
     """
-
-    def tell(text: str) -> None:
-        if not quiet:
-            print(text, file=sys.stderr, flush=True)
-
     number = len(list(root.iterdir())) + 1
     label, folder = f"run {number}, {why}", root / f"run{number}"
     folder.mkdir()
     keep(spec, folder / _RUN)
-    tell(f"{label} ...")
+    print(f"{label} ...", file=sys.stderr, flush=True)
     began = time.monotonic()
     process, poll = start(spec, folder)
     try:
         code = wait_for(folder, poll, timeout=timeout)
     finally:
         end_processes(process, poll, folder)
-    tell(f"{label}: {time.monotonic() - began:.0f} s")
+    print(f"{label}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     for written in folder.iterdir():
         if written.is_dir():  # made by the training; records stay until the end
             shutil.rmtree(written, ignore_errors=True)
-    result = result_of(spec, folder, code=code, timeout=timeout)
-    if tries > 1 and _PORT_TAKEN in (result.error or ""):
-        tell(f"{label}: its port was taken by another process, so it is made again")
-        return make_run(start, root, spec, why, timeout=timeout, quiet=quiet, tries=tries - 1)
-    return result
+    return result_of(spec, folder, code=code, timeout=timeout)
 
 
 def start_command(command: Sequence[str], _: RunSpec, folder: Path) -> tuple[int, Poll]:
@@ -269,15 +175,6 @@ def start_command(command: Sequence[str], _: RunSpec, folder: Path) -> tuple[int
             start_new_session=True,
         )
     return process.pid, process.poll
-
-
-def start_fork(train: Callable[[RunSpec, Path], None], spec: RunSpec, folder: Path) -> tuple[int, Poll]:
-    """A :data:`Start` by fork: ``train`` is called in a fork of this process, which leads a new session."""
-    process = multiprocessing.get_context("fork").Process(target=train, args=(spec, folder), name="bytescheduler-check")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about threads that a fork leaves behind; none is needed
-        process.start()
-    return cast(int, process.pid), lambda: process.exitcode
 
 
 def wait_for(folder: Path, poll: Poll, *, timeout: float) -> int | None:

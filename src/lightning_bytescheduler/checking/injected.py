@@ -1,8 +1,7 @@
 """In each process of the user's: replace the strategy, record the first fit, and end the process after it.
 
 The registration of our strategies calls :func:`install` when a package's Trainer has been imported, if the environment
-says so. The adapters are imported later, by the first Trainer, which decides from which package they come. In a process
-that was forked from a notebook's, :func:`train_forked` does the same for an existing Trainer.
+says so. The adapters are imported later, by the first Trainer, which decides from which package they come.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import itertools
 import os
 import random
 import sys
@@ -23,7 +21,7 @@ import numpy
 import torch
 
 from lightning_bytescheduler import registration
-from lightning_bytescheduler.checking.report import LEFT_OUT, OUTPUT, STARTED, RunSpec, kept, refuse
+from lightning_bytescheduler.checking.report import LEFT_OUT, STARTED, RunSpec, kept, refuse
 from lightning_bytescheduler.exceptions import UnsupportedError
 
 _SEED = 20240  # of all random numbers; each rank adds its own number
@@ -41,7 +39,6 @@ def install(pytorch: Any) -> None:
     # In case this process has to be ended: it may be in another process group than its parent.
     (folder / f"process{os.getpid()}.txt").touch()
     _seed_everything(0)
-    _seed_generators()
     package: Any = pytorch.__name__.partition(".")[0]
 
     def decided() -> None:
@@ -71,43 +68,13 @@ def install(pytorch: Any) -> None:
     _watch_fits(spec, folder, pytorch.Trainer, decided)
 
 
-def train_forked(trainer: Any, model: Any, data: dict[str, Any], spec: RunSpec, folder: Path) -> None:
-    """In a process that was forked for a run: fit with the strategy under check."""
-    from lightning_bytescheduler.lightning_api import pl, trainer_module
-
-    os.setsid()  # a process group that can be ended as a whole
-    # The threads of this process did not survive the fork, so computing must not wait for them; one thread does not.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    os.environ.pop("BYTESCHEDULER_TIMELINE", None)
-    (folder / STARTED).touch()
-    with open(folder / OUTPUT, "w", buffering=1) as output, contextlib.redirect_stdout(output):
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-        sys.stderr = output
-        warnings.simplefilter("default")  # if the caller has made errors of warnings, forks end here
-        connector = trainer._accelerator_connector
-        devices = trainer.num_devices if trainer.strategy.root_device.type == "cpu" else trainer.device_ids
-        trainer._accelerator_connector = trainer_module._AcceleratorConnector(
-            devices=spec.devices or devices,
-            num_nodes=trainer.num_nodes,
-            accelerator=trainer.accelerator,
-            strategy=_strategy(spec, folder, trainer.strategy, forked=True),
-            plugins=[trainer.precision_plugin, *filter(None, [connector.checkpoint_io])],
-            sync_batchnorm=connector._layer_sync is not None,
-            use_distributed_sampler=connector.use_distributed_sampler,
-        )
-        _watch_fits(spec, folder, pl.Trainer, lambda: None)
-        pl.Trainer.fit(trainer, model, **data)  # as found on the class now
-
-
-def _strategy(spec: RunSpec, folder: Path, given: Any, *, forked: bool = False) -> Any:
+def _strategy(spec: RunSpec, folder: Path, given: Any) -> Any:
     from lightning_bytescheduler.checking.recorder import left_out, strategy_for
 
     if names := left_out(given):
         (folder / LEFT_OUT).write_text(", ".join(names))
     try:
-        return strategy_for(spec, given, forked=forked)
+        return strategy_for(spec, given)
     except UnsupportedError as error:
         refuse(folder, str(error))
 
@@ -151,7 +118,7 @@ def _watch_fits(spec: RunSpec, folder: Path, trainer_class: Any, first: Callable
             refuse(
                 folder,
                 "The script's Trainer has 1 device, where there is nothing to communicate. Give the check "
-                "`--devices 2` (in a notebook: devices=2).",
+                "`--devices 2`.",
             )
         original(trainer, *arguments, **options)
         sys.stdout.flush()
@@ -186,16 +153,3 @@ def _seed_everything(rank: int) -> None:
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True, warn_only=True)
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  # no types; it only takes time
-
-
-def _seed_generators() -> None:
-    """Give numpy generators that would take a seed from the system a fixed one, each its own."""
-    make, number = numpy.random.default_rng, itertools.count()
-
-    @functools.wraps(make)
-    def default_rng(*arguments: Any, **options: Any) -> Any:
-        if arguments[:1] in ((), (None,)) and options.get("seed") is None:
-            return make([_SEED, next(number)])
-        return make(*arguments, **options)
-
-    numpy.random.default_rng = default_rng

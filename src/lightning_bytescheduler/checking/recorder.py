@@ -216,9 +216,8 @@ def _optimizer_state(trainer: pl.Trainer, module: nn.Module) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------- the strategy
 
-_FROM_THE_CONNECTOR = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 _HELD = (
-    *_FROM_THE_CONNECTOR,
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
     *("process_group_backend", "timeout", "start_method"),
     *("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"),
 )
@@ -238,22 +237,17 @@ _STRICT: dict[str, Any] = {
 }
 
 
-def strategy_for(spec: RunSpec, given: str | Strategy | None, *, forked: bool = False) -> Strategy:
+def strategy_for(spec: RunSpec, given: str | Strategy | None) -> Strategy:
     """The strategy under check, with the DDP options of ``given``.
 
     Args:
         spec: The run.
         given: The Trainer's ``strategy``.
-        forked: Whether ranks are forked from this process, whatever ``given`` does. The Trainer's connector then gives
-            the strategy its devices and plugins.
 
     Raises:
         UnsupportedError: If ``given`` is neither DDP nor ByteScheduler, or cannot be replaced by them.
     """
     options, own = _options_of(given)
-    if forked:
-        options = {name: value for name, value in options.items() if name not in _FROM_THE_CONNECTOR}
-        options["start_method"] = "fork"
     if not spec.scheduled:
         if options.get("bucket_cap_mb") is None:
             options.pop("bucket_cap_mb", None)
