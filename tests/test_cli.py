@@ -155,7 +155,6 @@ def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     [
         "timeline",
         "predict",
-        "advise",
         "check",
         "tuning",
         "rounds",
@@ -188,7 +187,7 @@ def test_help_fits_terminals(columns: str, capsys: pytest.CaptureFixture[str], m
 def test_without_arguments_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     output = capsys.readouterr().out
-    for command in ("timeline", "predict", "advise", "check", "tuning", "rounds", "slices"):
+    for command in ("timeline", "predict", "check", "tuning", "rounds", "slices"):
         assert f"\n    {command} " in output
 
 
@@ -197,7 +196,7 @@ def test_without_arguments_it_prints_help(capsys: pytest.CaptureFixture[str]) ->
     [
         (["predct"], "there is no command 'predct'. Did you mean 'predict'? Commands"),
         (["tunning", "x"], "Did you mean 'tuning'?"),
-        (["paint"], "there is no command 'paint'. Commands: timeline, predict, advise"),
+        (["paint"], "there is no command 'paint'. Commands: timeline, predict, check"),
         (["--verison"], "there is no option --verison. Did you mean '--version'?"),
         (["predict", "--key", "3"], "there is no option --key. Try"),
         (["coordinator", "--port", "7077"], "there is no option --port. Did you mean '--bind HOST:PORT'?"),
@@ -335,15 +334,9 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_done(
     line = fails(["tuning", "not-even-there", "--png", out], capsys)
     assert f"--png={out!r} is not allowed" in line
     assert reason in line
-    line = fails(["predict", "--profile", "absent", "--workers", "4", "--bandwidth", "1G", "--png", out], capsys)
+    line = fails(["predict", "--profile", "absent", "--workers", "4", "--bandwidth", "1Gbit", "--png", out], capsys)
     assert reason in line
     assert not list(tmp_path.iterdir())
-
-
-def test_two_outputs_are_two_files(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    argv = ["advise", "a:b", "--workers", "4", "--bandwidth", "1G", "--json", "a.png", "--png", "a.png"]
-    assert "another file" in fails(argv, capsys)
 
 
 # Terminals and pipes.
@@ -352,12 +345,13 @@ def test_two_outputs_are_two_files(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_output_in_the_home_is_written_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of ``--json=~/plan.json``, where the shell leaves the ``~``."""
+    """As of ``--png=~/plan.png``, where the shell leaves the ``~``."""
+    pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert main(["predict", "--profile", "9M", "--workers", "4", "--bandwidth", "1G", "--json=~/plan.json"]) == 0
-    assert f"Wrote {tmp_path / 'home' / 'plan.json'}" in capsys.readouterr().out
-    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*.json")] == [Path("home/plan.json")]
+    assert main(["predict", "--profile", "9M", "--workers", "4", "--bandwidth", "1Gbit", "--png=~/plan.png"]) == 0
+    assert f"Wrote {tmp_path / 'home' / 'plan.png'}" in capsys.readouterr().out
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*.png")] == [Path("home/plan.png")]
 
 
 def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +359,7 @@ def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lightning_bytescheduler.predicting.command.tables", interrupted)
-    assert main(["predict", "--profile", "vgg16", "--workers", "4", "--bandwidth", "1G"]) == 130
+    assert main(["predict", "--profile", "vgg16", "--workers", "4", "--bandwidth", "1Gbit"]) == 130
     assert capsys.readouterr().err == "lightning-bytescheduler: interrupted\n"
 
 
@@ -417,8 +411,8 @@ def test_nothing_heavy_is_imported_that_was_not_asked_for(run: Path) -> None:
     """Counted rather than timed."""
     package = str(Path(lightning_bytescheduler.__file__).parent)
     commands = [
-        *("--version", "--help", "", "predict --profile 9M --workers 4 --bandwidth 1G", "predict --help"),
-        *("predict --network transformer --workers 4 --bandwidth 1Gbps", "advise --help", "check --help"),
+        *("--version", "--help", "", "predict --profile 9M --workers 4 --bandwidth 1Gbit", "predict --help"),
+        *("predict --network transformer --workers 4 --bandwidth 1Gbps", "check --help"),
         *("tuning --help", f"tuning {run}", f"rounds {run}", "timeline --help"),
     ]
     done = subprocess.run(

@@ -16,19 +16,17 @@ import textwrap
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.checks import did_you_mean, records_in, require_new_file, some_of
-from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError
+from lightning_bytescheduler.exceptions import ByteSchedulerError
 
 _PROGRAM = "lightning-bytescheduler"
 _USAGE_ERROR = 2
 _INTERRUPTED = 130  # the exit code that a shell reports after Ctrl+C
 _BROKEN_PIPE = 141
 _WIDEST = 100  # columns that are still easy to read
-_OUTPUTS = ("png", "json")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,33 +168,25 @@ class _Parser(argparse.ArgumentParser):
         return ""
 
 
-def _outputs(options: argparse.Namespace) -> dict[Path, bool]:
-    """Files that a command will write, checked before it computes; and whether each is there already.
+def _picture(options: argparse.Namespace) -> bool | None:
+    """Check, before a command computes, that its picture can be written; and whether it is there already.
 
     Raises:
-        OptionError: If one of them cannot be written; names the option.
-        ImportError: If one is a picture and matplotlib is not installed; the message names the extra to install.
+        OptionError: If it cannot be written; names the option.
+        ImportError: If matplotlib is not installed; the message names the extra to install.
     """
-    there: dict[Path, bool] = {}
-    for name in _OUTPUTS:
-        value = getattr(options, name, None)
-        if value is None:
-            continue
-        path = Path(require_new_file(f"--{name}", value))
-        setattr(options, name, str(path))
-        if name == "png":
-            from lightning_bytescheduler.timeline.picture import require_picture
+    if options.png is None:
+        return None
+    from lightning_bytescheduler.timeline.picture import require_picture
 
-            require_picture("--png", path)
-        if path in there:
-            raise OptionError(f"--{name}", value, "another file than the other output's")
-        there[path] = path.exists()
-    return there
+    options.png = require_new_file("--png", options.png)
+    require_picture("--png", options.png)
+    return os.path.exists(options.png)
 
 
 def _show(module: Any, options: argparse.Namespace) -> int:
     """Print a command's result. For the folder of a run, use the newest record in it."""
-    outputs = _outputs(options)
+    was_there = _picture(options)
     if hasattr(module, "RECORD_NAME"):
         newest, *others = records_in(options.record, module.RECORD_NAME)
         options.record = str(newest)
@@ -208,8 +198,8 @@ def _show(module: Any, options: argparse.Namespace) -> int:
         width = max((len(label) for label, _ in rows), default=0)
         for label, value in rows:
             print(f"  {label:<{width}}  {value}")
-    for path, was_there in outputs.items():
-        print(f"{'Replaced' if was_there else 'Wrote'} {path}")
+    if was_there is not None:
+        print(f"{'Replaced' if was_there else 'Wrote'} {options.png}")
     return 0
 
 
@@ -236,14 +226,6 @@ class _Command(NamedTuple):
     module: str
 
 
-_PREDICT = _Command(
-    "say how long a step of a network, or of your model, takes on a link",
-    "Say how long a training step would take on a link, with ddp, bytescheduler and others: of a known network "
-    "(--profile), or of your own module, of which a few steps are taken on a copy and on one device.",
-    "train.py:Model --workers 4 --bandwidth 10Gbit/s --latency 50us --png plan.png",
-    "predicting.command",
-)
-
 _COMMANDS = {
     "timeline": _Command(
         "summarise a timeline, and draw it",
@@ -251,8 +233,13 @@ _COMMANDS = {
         "trace.json --png trace.png --steps 10:13",
         "timeline.picture",
     ),
-    "predict": _PREDICT,
-    "advise": _PREDICT._replace(summary="an older name of predict"),
+    "predict": _Command(
+        "say how long a step of a network, or of your model, takes on a link",
+        "Say how long a training step would take on a link, with ddp, bytescheduler and others: of a known network "
+        "(--profile), or of your own module, of which a few steps are taken on a copy and on one device.",
+        "train.py:Model --workers 4 --bandwidth 10Gbit/s --latency 50us --png plan.png",
+        "predicting.command",
+    ),
     "check": _Command(
         "train your script with ddp and with bytescheduler, and compare",
         "Run a training script for some steps with ddp and with bytescheduler, from the same seeds and whatever its "

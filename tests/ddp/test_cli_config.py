@@ -105,7 +105,7 @@ def test_a_bad_value_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixt
                 "Literal['auto']",
             ],
         ),
-        (LinkModel, ["--strategy.servers"]),
+        (LinkModel, ["--strategy.latency"]),
         (CreditTuner, ["--strategy.trials"]),
         (PerformanceMonitor, ["--strategy.log_metrics {true,false}"]),
     ],

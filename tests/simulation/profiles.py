@@ -41,20 +41,12 @@ models = (
     st.lists(_layers, min_size=1, max_size=8).filter(lambda layers: sum(f + b for _, f, b in layers) > 0).map(model)
 )
 
-all_reduce_links = st.builds(
+links = st.builds(
     LinkModel,
     workers=st.sampled_from([1, 2, 3, 8, 4096]),
     bandwidth=st.floats(0.5, 100),
     latency=st.sampled_from([0.0, 0.001, 0.3]),
 )
-server_links = st.builds(
-    LinkModel,
-    workers=st.sampled_from([2, 3, 8]),
-    bandwidth=st.floats(0.5, 100),
-    latency=st.sampled_from([0.0, 0.3]),
-    servers=st.integers(0, 2),
-)
-links = st.one_of(all_reduce_links, server_links)
 silent_links = st.builds(LinkModel, workers=st.sampled_from([2, 3, 64]), bandwidth=st.floats(0.5, 100))
 """Without latency."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +13,12 @@ from hypothesis import given, settings
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.prediction import (
-    BEST,
     BF16,
     BYTESCHEDULER,
     DDP,
     DDP_BEST,
     DILOCO,
     FIXED,
-    SERVERS,
     MeasuredStep,
     Prediction,
     chosen_schedule,
@@ -58,20 +55,19 @@ def test_lines_are_in_their_order(profile: ModelProfile, link: LinkModel) -> Non
         link = replace(link, workers=2)
     found = predict(profile, link)
     seconds = {line.strategy: line.step_seconds for line in found.expectations}
-    bound = lower_bound(profile, link.without_servers)
+    bound = lower_bound(profile, link)
     assert profile.compute_seconds <= bound * CLOSE
-    for name in (DDP_BEST, BEST):
+    for name in (DDP_BEST, BYTESCHEDULER):
         assert bound <= seconds[name] * CLOSE
     assert seconds[DDP_BEST] <= seconds[DDP]
-    assert seconds[BEST] <= seconds[BYTESCHEDULER] <= seconds[DDP]
-    assert (SERVERS in seconds) == (link.architecture == "ps")
+    assert seconds[BYTESCHEDULER] <= seconds[DDP]
 
 
 def test_each_line_can_be_simulated_again(vgg16: ModelProfile) -> None:
     link = LinkModel(workers=4, bandwidth=30 * GIGABIT, latency=20e-6)
     found = predict(vgg16, link)
     simulated = [line for line in found.expectations if line.same_training and line.schedule is not None]
-    assert [line.strategy for line in simulated] == [DDP, DDP_BEST, BYTESCHEDULER, BEST]
+    assert [line.strategy for line in simulated] == [DDP, DDP_BEST, BYTESCHEDULER]
     for line in simulated:
         assert simulate(vgg16, link, line.schedule) == pytest.approx(line.step_seconds)
     assert found.of(BYTESCHEDULER).schedule == chosen_schedule(vgg16, link)
@@ -83,27 +79,14 @@ def test_what_vgg16_gains(vgg16: ModelProfile) -> None:
     def gain(gigabits: float) -> float:
         link = LinkModel(workers=4, bandwidth=gigabits * GIGABIT)
         found = predict(vgg16, link)
-        return found.of(DDP_BEST).step_seconds / found.of(BEST).step_seconds
+        return found.of(DDP_BEST).step_seconds / found.of(BYTESCHEDULER).step_seconds
 
     # Communication takes as long as computation at 33 Gbit/s; the most is won there, and it is nearly all of 4/3.
     assert 1.29 < gain(33) < 4 / 3
     assert gain(33) > gain(10) > gain(1) > 1
     # Where all is hidden, nothing is won, and next to nothing lost: which layers end up in the last bucket.
-    assert gain(50) == pytest.approx(1, abs=1e-3)
-    assert gain(100) == pytest.approx(1, abs=1e-3)
-
-
-def test_best_sizes_follow_the_network(vgg16: ModelProfile) -> None:
-    def best(link: LinkModel) -> tuple[int, int]:
-        schedule = predict(vgg16, link).of(BEST).schedule
-        assert schedule is not None
-        return schedule.partition_bytes or 0, schedule.credit_bytes or 0
-
-    partition, credit = best(LinkModel(workers=4, bandwidth=30 * GIGABIT))
-    assert credit == partition
-    # Six hops of 1 ms, at two thirds of the link's rate.
-    partition, credit = best(LinkModel(workers=4, bandwidth=30 * GIGABIT, latency=1e-3))
-    assert credit - partition >= int(6e-3 * 20 * GIGABIT)
+    assert gain(50) == pytest.approx(1, abs=5e-3)
+    assert gain(100) == pytest.approx(1, abs=5e-3)
 
 
 def test_own_sizes_are_those_of_the_strategy(vgg16: ModelProfile) -> None:
@@ -169,9 +152,9 @@ def test_the_bound_holds_for_the_built_in_networks() -> None:
         profile = network_profile(name)
         for gigabits in (1, 10, 100):
             link = LinkModel(workers=256, bandwidth=gigabits * GIGABIT, latency=5e-6)
-            best = predict(profile, link).of(BEST).step_seconds
+            best = predict(profile, link).of(BYTESCHEDULER).step_seconds
             bound = lower_bound(profile, link)
-            assert bound / CLOSE <= best <= 1.05 * bound
+            assert bound / CLOSE <= best <= 1.1 * bound
 
 
 def test_one_worker_needs_no_network() -> None:
@@ -222,7 +205,6 @@ def test_a_very_slow_link_makes_one_worker_the_better_choice() -> None:
     assert "(diloco, every 2000 steps, would be 3.81x as fast as one, with another training)" in text
     assert text.count("Recommended") == 1
     assert given.line == "trainer = L.Trainer(devices=1)"
-    assert given.figures()["recommended"] == "one worker alone"
 
 
 def test_ddp_with_other_buckets_is_enough_where_it_is_nearly_as_fast() -> None:
@@ -262,20 +244,10 @@ def test_synchronised_steps_are_not_overlapped() -> None:
 def test_remarks_come_where_they_apply() -> None:
     text = str(of())
     assert "between steps" not in text
-    assert "Unused" not in text
     assert "processor time" in text
-    text = str(of(device="cuda", between_steps=0.05, unused=("a", "b", "c", "d", "e")))
+    text = str(of(device="cuda", between_steps=0.05))
     assert "of which 50.0 ms pass between steps, as in waiting for data" in text
-    assert "'a', 'b', 'c' and 2 more got no gradient" in text
     assert "processor time" not in text
-
-
-def test_long_hops_come_with_a_warning() -> None:
-    def words(latency: float) -> str:
-        return str(predict(UNIFORM, LinkModel(workers=4, bandwidth=BALANCED, latency=latency)))
-
-    assert "Long hops: " in words(0.01)
-    assert "Long hops: " not in words(0.0001)
 
 
 def test_the_table() -> None:
@@ -283,8 +255,8 @@ def test_the_table() -> None:
     assert heading == ("", "a step", "speed of 4", "over ddp")
     assert alone == ("one worker alone", "200.0 ms", "1.00x", "")
     labels = [row[0] for row in rows]
-    assert labels[:5] == [DDP, DDP_BEST, BYTESCHEDULER, BEST, f"{BF16} *"]
-    assert labels[5:] == [
+    assert labels[:4] == [DDP, DDP_BEST, BYTESCHEDULER, f"{BF16} *"]
+    assert labels[4:] == [
         "bytescheduler, int8 *",
         "bytescheduler, int4 *",
         "diloco, every 20 steps *",
@@ -308,35 +280,9 @@ def test_networks_in_words(bandwidth: float, latency: float, words: str) -> None
     assert words in predict(UNIFORM, LinkModel(workers=4, bandwidth=bandwidth, latency=latency)).text()
 
 
-def test_servers_are_advised_where_they_help() -> None:
-    link = LinkModel(workers=4, bandwidth=BALANCED / 4, servers=6)
-    given, without = (predict(UNIFORM, each) for each in (link, link.without_servers))
-    assert given.of(SERVERS).step_seconds < given.of(BYTESCHEDULER).step_seconds
-    assert SERVERS not in [one.strategy for one in without.expectations]
-    for name in (DDP, BYTESCHEDULER):
-        assert given.of(name) == without.of(name)
-    assert given.recommended.strategy == SERVERS
-    assert given.line == "trainer = L.Trainer(strategy=ByteSchedulerStrategy(servers=4))"
-    assert "6 servers count as 4" in given.text()
-    assert given.figures()["architecture"] == "ps"
-
-
 def test_an_unknown_strategy_is_named() -> None:
     with pytest.raises(OptionError, match=r"strategy='fsdp' .* one of 'ddp', 'ddp, best buckets'"):
         of().of("fsdp")
-
-
-def test_figures_are_kept_and_can_be_predicted_from(tmp_path: Path) -> None:
-    given = of()
-    given.save(tmp_path / "kept.json")
-    kept = json.loads((tmp_path / "kept.json").read_text())
-    assert kept["limited_by"] == "link"
-    assert kept["recommended"] == BYTESCHEDULER
-    assert kept["ceiling_seconds"] == given.ceiling_seconds
-    by_name = {entry["strategy"]: entry for entry in kept["strategies"]}
-    assert by_name[DDP]["step_seconds"] == given.of(DDP).step_seconds
-    assert by_name[DILOCO]["inner_steps"] == 20
-    assert ModelProfile.load(tmp_path / "kept.json") == UNIFORM
 
 
 # The picture.
@@ -363,7 +309,7 @@ def test_a_picture(tmp_path: Path, suffix: str) -> None:
 
 @pytest.mark.usefixtures("few_points")
 def test_a_picture_is_about_the_given_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = predict(UNIFORM, LinkModel(workers=6, bandwidth=62.5e6, servers=3))
+    found = predict(UNIFORM, LinkModel(workers=6, bandwidth=62.5e6))
     seen = []
 
     def noted(model: Any, link: LinkModel) -> Prediction:
@@ -373,8 +319,8 @@ def test_a_picture_is_about_the_given_network(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("lightning_bytescheduler.simulation.prediction.predict", noted)
     found.draw(tmp_path / "p.svg")
     assert [link.bandwidth for link in seen] == pytest.approx([6.25e6, 62.5e6, 625e6])
-    assert {(link.workers, link.servers) for link in seen} == {(6, 3)}
-    assert "bytescheduler, servers" in (tmp_path / "p.svg").read_text(encoding="utf-8")
+    assert {link.workers for link in seen} == {6}
+    assert "ddp, best buckets" in (tmp_path / "p.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("few_points")

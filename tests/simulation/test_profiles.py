@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,50 +34,6 @@ def test_scaling_keeps_the_proportions(profile: ModelProfile, seconds: float) ->
 def test_a_model_cannot_be_scaled_to_no_time(seconds: Any) -> None:
     with pytest.raises(OptionError, match=r"^compute_seconds="):
         CONTRIVED.scaled_to(seconds)
-
-
-def test_a_file_gives_back_what_was_kept(tmp_path: Path) -> None:
-    profile = network_profile("resnet50")
-    (tmp_path / "p.json").write_text(json.dumps(asdict(profile)))
-    assert ModelProfile.load(tmp_path / "p.json") == profile
-
-
-def test_names_may_be_left_out(tmp_path: Path) -> None:
-    layer = {key: value for key, value in LAYER.items() if key != "name"}
-    (tmp_path / "mine.json").write_text(json.dumps({"layers": [layer, layer]}))
-    profile = ModelProfile.load(tmp_path / "mine.json")
-    assert profile.name == "mine"
-    assert [entry.name for entry in profile.layers] == ["", ""]
-    assert profile.parameter_bytes == 16
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ("{", "a JSON file"),
-        ("\xff", "a JSON file"),
-        ("[]", "Expected `object`"),
-        ('{"layers": {}}', r"at `\$\.layers`"),
-        ('{"layers": []}', "one LayerProfile or more"),
-        ('{"layers": [1]}', r"at `\$\.layers\[0\]`"),
-        (json.dumps({"layers": [LAYER, {"name": "fc"}]}), r"`parameter_bytes` - at `\$\.layers\[1\]`"),
-        (json.dumps({"layers": [{**LAYER, "name": 3}]}), r"`\$\.layers\[0\].name`"),
-        (json.dumps({"layers": [{**LAYER, "parameter_bytes": 1.5}]}), r"`\$\.layers\[0\].parameter_bytes`"),
-        (json.dumps({"layers": [{**LAYER, "forward_seconds": -1}]}), r"forward_seconds=-1"),
-        (json.dumps({"layers": [{**LAYER, "backward_seconds": float("nan")}]}), "a JSON file"),
-        (json.dumps({"layers": [LAYER], "name": 5}), r"`\$\.name`"),
-        (json.dumps({"layers": [{**LAYER, "forward_seconds": 0, "backward_seconds": 0}]}), "some time to compute"),
-    ],
-)
-def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, content: str, reason: str) -> None:
-    (tmp_path / "p.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(OptionError, match=reason):
-        ModelProfile.load(tmp_path / "p.json")
-
-
-def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        ModelProfile.load(tmp_path / "p.json")
 
 
 @pytest.mark.parametrize("layers", [(), (1,), ("a", "b")])

@@ -21,25 +21,13 @@ from lightning_bytescheduler.simulation.link import (
         ("1Gbit/s", 1e9),
         ("1 Gbit", 1e9),
         ("25 gbit/s", 25e9),
-        ("10 Gbits/sec", 10e9),
-        ("1 gigabit per second", 1e9),
-        ("1Gb", 1e9),
-        ("1Gb/s", 1e9),
+        ("1GBit/s", 1e9),
         ("10GbE", 10e9),
         ("2.5GbE", 2.5e9),
-        ("10GigE", 10e9),
-        ("100GE", 100e9),
-        ("10G", 10e9),
         ("500Mbps", 500e6),
         ("500mbit", 500e6),
         (" 1.5 kbit ", 1500.0),
-        (".5tbit", 5e11),
-        ("8bit", 8.0),
-        ("1e9", 1e9),
         ("1.25GB/s", 10e9),
-        ("1GBps", 8e9),
-        ("1Gbyte/s", 8e9),
-        ("1GiB/s", 8 * 2**30),
     ],
 )
 def test_rates(text: str, bits: float) -> None:
@@ -47,9 +35,9 @@ def test_rates(text: str, bits: float) -> None:
     assert LinkModel(workers=2, bandwidth=text).bandwidth == pytest.approx(bits / 8)
 
 
-@pytest.mark.parametrize("text", ["1GB", "1gb", "1gb/s", "1mb/s", "1GBPS", "1kB"])
-def test_bits_or_bytes_is_asked(text: str) -> None:
-    with pytest.raises(OptionError, match=r"must be 1[kMG]bit/s or 1[kMG]B/s \(is it in bits or in bytes a second\?\)"):
+@pytest.mark.parametrize("text", ["1GB", "1Gb", "1gb", "1gb/s", "1mb/s", "1GBPS", "1GBps", "1kB", "10", "10G", "1e9"])
+def test_what_could_be_bits_or_bytes_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match=r"such as 10Gbit/s, .*: in bits, or with a capital B in bytes"):
         require_rate("bandwidth", text)
 
 
@@ -59,11 +47,6 @@ def test_bits_or_bytes_is_asked(text: str) -> None:
 def test_what_is_no_rate_comes_with_examples(text: str) -> None:
     with pytest.raises(OptionError, match=r"such as 10Gbit/s, 500Mbps, 25GbE or 1\.25GB/s"):
         require_rate("bandwidth", text)
-
-
-def test_a_small_number_needs_a_unit() -> None:
-    with pytest.raises(OptionError, match="a rate with its unit, such as 10Gbit/s or 10Mbit/s"):
-        require_rate("bandwidth", "10")
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), None, True, [1]])
@@ -83,7 +66,6 @@ def test_numbers_are_bytes_per_second(value: object) -> None:
         ("2s", 2.0),
         ("0.5 S", 0.5),
         ("0s", 0.0),
-        ("0", 0.0),
     ],
 )
 def test_times(text: str, seconds: float) -> None:
@@ -91,7 +73,7 @@ def test_times(text: str, seconds: float) -> None:
     assert LinkModel(workers=2, bandwidth=1.0, latency=text).latency == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "20", "20mbit", "-1ms", "5 minutes", "infs", "soon"])
+@pytest.mark.parametrize("text", ["", "0", "20", "20mbit", "-1ms", "5 minutes", "infs", "soon"])
 def test_what_is_no_time_comes_with_examples(text: str) -> None:
     with pytest.raises(OptionError, match=r"latency must be a time with its unit, such as 20ms, 0\.5ms or 200us"):
         require_duration("latency", text)

@@ -93,13 +93,6 @@ def test_a_window_too_large_lets_urgent_pieces_wait() -> None:
     assert steps == [2 + 5 + 14 + 6 - 0, 2 + 3 + 5 + 11 + 1 + 5, 2 + 9 + 5 + 11, 1 + 20 + 5 + 11]
 
 
-def test_push_and_pull_overlap_where_pieces_are_small() -> None:
-    link = plain_link(servers=0, latency=1.0)
-    profile = model([(100, 1, 1)])
-    assert simulate(profile, link, FIFO) == 2 + 100 + 1 + 100 + 1
-    assert simulate(profile, link, by_priority(10, 1000)) == 2 + 100 + 1 + 10 + 1
-
-
 def test_layers_without_parameters_wait_for_nothing() -> None:
     schedule = Schedule()
     assert simulate(model([(0, 1, 2), (0, 3, 4)]), plain_link(), schedule) == 10

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import importlib.util
 import inspect
+import operator
 import os
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from lightning_bytescheduler.simulation.profiles import NETWORKS, ModelProfile, 
 
 _OF_PROFILES = ("profile", "compute")
 _OF_MODULES = ("device", "precision", "steps")
-_OF_LINKS = ("workers", "bandwidth", "latency", "servers")
+_OF_LINKS = ("workers", "bandwidth", "latency")
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true", "32", "16", "bf16", "64")
 _GPT = ("gpt", "gpt2", "gpt2small")  # which `transformer` is
 
@@ -44,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile",
         "--network",
         metavar="PROFILE",
-        help=f"the model: {', '.join(NETWORKS)}; a size, such as 350M (parameters) or 100MB (fp32 gradients), for 20 "
-        "equal layers; or a JSON file, as --json writes it",
+        help=f"the model: {', '.join(NETWORKS)}; or a size, such as 350M (parameters) or 100MB (fp32 gradients), for "
+        "20 equal layers",
     )
     add(
         "--compute",
@@ -56,13 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=int, metavar="N", help="how many workers train together (required)")
     add("--bandwidth", "--link", metavar="RATE", help=f"of each worker's link, each way, such as {RATES} (required)")
     add("--latency", metavar="TIME", help=f"of one hop, half of what ping shows (default: 0), such as {TIMES}")
-    add(
-        "--servers",
-        type=int,
-        metavar="K",
-        help="parameter servers average gradients, K of them on spare machines; with 0 one beside each worker "
-        "(default: an all-reduce)",
-    )
     add("--device", metavar="DEVICE", help="cpu, cuda or such as cuda:1 (default: cuda if there is one)")
     add(
         "--precision",
@@ -70,15 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help=f"as for the Trainer: {', '.join(_PRECISIONS)} (default: 32-true)",
     )
-    add("--gradient-clip-val", type=float, metavar="V", help="as for the Trainer (default: gradients are not clipped)")
     add(
-        "--gradient-clip-algorithm",
-        choices=("norm", "value"),
-        metavar="A",
-        help="as for the Trainer: norm or value (default: norm)",
+        "--gradient-clip-val",
+        type=float,
+        metavar="V",
+        help="as for the Trainer, where it clips by the norm (default: gradients are not clipped)",
     )
     add("--steps", type=int, metavar="N", help="how many steps to time (default: 10)")
-    add("--json", metavar="OUT", help="write all figures to this file, which --profile reads")
     add(
         "--png",
         metavar="OUT",
@@ -113,8 +105,6 @@ def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]
     link = _link(options)
     with named(target="target", module="module", data="data"):
         prediction = _of_module(options, link) if measures else _of_profile(options, link)
-    if options.json is not None:
-        prediction.save(options.json)
     if options.png is not None:
         prediction.draw(options.png)
     return [(line, []) for line in str(prediction).splitlines()]
@@ -144,30 +134,25 @@ def _of_profile(options: argparse.Namespace, link: LinkModel) -> Prediction:
         if not compute:
             raise OptionError("--compute", options.compute, f"a time above 0, such as {TIMES}")
         profile = profile.scaled_to(compute)
-    clips = options.gradient_clip_val and options.gradient_clip_algorithm != "value"
-    measured = MeasuredStep(profile=profile, norm_needed_by=("gradient norm clipping",) if clips else ())
+    clips = ("gradient norm clipping",) if options.gradient_clip_val else ()
+    measured = MeasuredStep(profile=profile, norm_needed_by=clips)
     return predict(measured, link)
 
 
 def profile_of(text: str) -> ModelProfile:
-    """The model that ``--profile`` names: a network, a size, or a file.
+    """The model that ``--profile`` names: a network or a size.
 
     Raises:
-        OptionError: If it is none of these, or the file holds no profile.
-        OSError: If the file cannot be read.
+        OptionError: If it is none of these.
     """
     name = text.lower().replace("-", "").replace("_", "")
     if name in NETWORKS:
         return network_profile(name)
-    if Path(text).is_dir():
-        raise OptionError("--profile", text, "a JSON file, not a folder")
-    if Path(text).exists():
-        return ModelProfile.load(text)
     size = parameters_in(text)
     if size is not None:
         return profile_of_size(text, size)
     hint = "Did you mean 'transformer'?" if name in _GPT else did_you_mean(name, NETWORKS)
-    allowed = f"{', '.join(NETWORKS)}, a size such as 350M or 100MB, or a JSON file that is there"
+    allowed = f"{', '.join(NETWORKS)}, or a size such as 350M or 100MB"
     raise OptionError("--profile", text, allowed, hint)
 
 
@@ -194,7 +179,6 @@ def _of_module(options: argparse.Namespace, link: LinkModel) -> Prediction:
             device=options.device,
             precision=options.precision,
             gradient_clip_val=options.gradient_clip_val,
-            gradient_clip_algorithm=options.gradient_clip_algorithm,
             steps=steps,
         )
 
@@ -245,35 +229,30 @@ def load_target(text: str) -> Any:
     """
     module_name, _, name = text.partition(":")
     here, file = os.getcwd(), ""
-    if module_name.endswith(".py") and os.path.isfile(module_name):
+    if module_name.endswith(".py"):
+        if not os.path.isfile(module_name):
+            raise OptionError("target", text, "in a file that is there")
         file = os.path.abspath(module_name)
         here, module_name = os.path.dirname(file), Path(file).stem
-    names = (*module_name.split("."), *name.split("."))
-    if module_name.endswith(".py"):
-        raise OptionError("target", text, "in a file that is there")
-    if not all(part.isidentifier() for part in names):
+    if not all(part.isidentifier() for part in (*module_name.split("."), *name.split("."))):
         raise OptionError("target", text, "package.module:name or file.py:name, such as train.py:make")
     if here not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does, and a console script does not
     try:
         found: Any = _of_file(module_name, file) if file else importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            hint = did_you_mean(error.name, [file.stem for file in Path(here).glob("*.py")])
-            says = f"There is no module {error.name}, neither in {here} nor installed. {hint}"
-            raise ImportError(says.rstrip()) from error
-        raise ImportError(f"{module_name} cannot be imported: {error}", name=error.name) from error
+    except ImportError as error:
+        near = [path.stem for path in Path(here).glob("*.py")] if error.name == module_name else []
+        hint = did_you_mean(module_name, near)
+        raise ImportError(f"{module_name} cannot be imported: {error}. {hint}".rstrip(), name=error.name) from error
     except SystemExit as error:
         raise UnsupportedError(
             f"Importing {module_name} ended the process (exit code {error.code}). What it does when run "
             'belongs under `if __name__ == "__main__":`, and what it trains into a function.'
         ) from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            hint = did_you_mean(part, [n for n in dir(found) if not n.startswith("_")])
-            raise OptionError("target", text, f"a name that {module_name} has", hint)
-        found = getattr(found, part)
-    return found
+    try:
+        return operator.attrgetter(name)(found)
+    except AttributeError as error:
+        raise OptionError("target", text, f"a name that {module_name} has", did_you_mean(name, dir(found))) from error
 
 
 def _of_file(name: str, file: str) -> Any:

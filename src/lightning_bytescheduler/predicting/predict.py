@@ -5,9 +5,10 @@ changes only the copy. The random state of the process and the generators of a d
 callbacks and the end of an epoch are left out, as checkpoints and validation metrics are not wanted here. The user's
 batches are repeated as often as needed, on one device. A callback notes how far each step has come.
 
-After some steps of warm-up, steps that are only timed alternate with steps that are watched. A watched step notes when
-each module is first called in the forward pass, and when each gradient is complete. Times are those of the device
-(``DeviceClock``), so they tell when work was done, not when it was requested.
+After some steps of warm-up come steps that are only timed. Then hooks are set, which may make torch compile anew, and
+after another warm-up come steps that are watched. A watched step notes when each module is first called in the forward
+pass, and when each gradient is complete. Times are those of the device (``DeviceClock``), so they tell when work was
+done, not when it was requested.
 
 The profile has the layers in the order of first use. A parameter that is read by other code than its module's, or in
 compiled code, is taken to be used as long before the end of the forward pass as its gradient comes after the start of
@@ -26,7 +27,7 @@ import logging
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -74,7 +75,6 @@ def predict(
     device: str | torch.device | None = None,
     precision: Any = None,
     gradient_clip_val: float | None = None,
-    gradient_clip_algorithm: str | None = None,
     steps: int = 10,
 ) -> Prediction:
     """Measure a few training steps, and predict their time with each strategy on a network.
@@ -89,8 +89,7 @@ def predict(
         link: The network.
         device: ``cpu`` or a CUDA device; if left out, CUDA where there is one.
         precision: As for the Trainer.
-        gradient_clip_val: As for the Trainer.
-        gradient_clip_algorithm: As for the Trainer.
+        gradient_clip_val: As for the Trainer, where it clips by the norm.
         steps: Number of steps to time. After a warm-up, as many are watched layer by layer.
 
     Raises:
@@ -103,17 +102,9 @@ def predict(
     if not isinstance(link, LinkModel):
         raise OptionError("link", link, 'a LinkModel, such as LinkModel(workers=4, bandwidth="10Gbit/s")')
     prediction.check(link)
-    options = {
-        "precision": precision,
-        "gradient_clip_val": gradient_clip_val,
-        "gradient_clip_algorithm": gradient_clip_algorithm,
-    }
+    options = {"precision": precision, "gradient_clip_val": gradient_clip_val}
     measured = measure_step(module, data, device=where, steps=steps, trainer_options=options)
     return prediction.predict(measured, link)
-
-
-advise = predict
-"""An older name of it."""
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -131,16 +122,6 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 # ── The fit ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-def repeated(batches: Iterable[Any]) -> Iterator[Any]:
-    """Batches that begin again when they end, so that no epoch ends. Ends only where there is no batch at all."""
-    found = True
-    while found:
-        found = False
-        for batch in batches:
-            found = True
-            yield batch
 
 
 class EnoughSteps(Exception):
@@ -171,11 +152,6 @@ def measure_step(
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as restoring:
         _keep_quiet(restoring)
         _restore_random_state(restoring)
-
-        def repeat(loader: Any) -> Iterator[Any]:
-            _restore_generators(restoring, loader)
-            return repeated(_iterable(loader))
-
         trainer = pl.Trainer(
             accelerator=_ACCELERATORS[device.type],
             devices=1 if device.index is None or device.type == "cpu" else [device.index],
@@ -193,8 +169,8 @@ def measure_step(
             default_root_dir=folder,
             **trainer_options,
         )
-        with _gradients_kept(module), contextlib.suppress(EnoughSteps):
-            trainer.fit(trained, **_data_arguments(trained, data, repeat))
+        with contextlib.suppress(EnoughSteps):
+            trainer.fit(trained, **_data_arguments(trained, data))
         if not watch.complete:
             raise OptionError("data", data, "batches that can be iterated over again: there were too few to measure")
         optimizers, plugin = trainer.optimizers, trainer.precision_plugin
@@ -209,7 +185,6 @@ def measure_step(
             between_steps=times.rest,
             device=device.type,
             compressed_share=small / sum(p.nbytes for p in parameters.values()),
-            unused=tuple(name for name in parameters if all(name not in step.gradient for step in watch.watched)),
             synchronised_because=(
                 *optimizer_reasons(optimizers),
                 *precision_reasons(plugin),
@@ -243,39 +218,14 @@ def _copy_of(module: pl.LightningModule) -> pl.LightningModule:
     return trained
 
 
-@contextlib.contextmanager
-def _gradients_kept(module: pl.LightningModule) -> Iterator[None]:
-    """Check that the copy is trained and not the original, and restore the original's gradients.
-
-    Raises:
-        UnsupportedError: If the original got gradients.
-    """
-    gradients = {name: (parameter, parameter.grad) for name, parameter in module.named_parameters()}
-    for parameter, _ in gradients.values():
-        parameter.grad = None
-    reached = None
-    try:
-        yield
-        reached = next((name for name, (parameter, _) in gradients.items() if parameter.grad is not None), None)
-    finally:
-        for parameter, gradient in gradients.values():
-            parameter.grad = gradient
-    if reached is not None:
-        raise UnsupportedError(
-            f"A copy of {type(module).__name__} is trained, but {reached!r} of the original got a gradient: a function "
-            "that the module keeps refers to it and not to its copy. Instead of a lambda or a nested function, make it "
-            "a method."
-        )
-
-
-def _data_arguments(module: pl.LightningModule, data: Any, repeat: Callable[[Any], Iterator[Any]]) -> dict[str, Any]:
+def _data_arguments(module: pl.LightningModule, data: Any) -> dict[str, Any]:
     """Arguments of ``Trainer.fit``."""
     if isinstance(data, pl.LightningDataModule):
         data = copy.copy(data)
-        _repeat_loader_of(data, repeat)
+        _repeat_loader_of(data)
         return {"datamodule": data}
     if data is not None:
-        return {"train_dataloaders": repeat(data)}
+        return {"train_dataloaders": repeated(data)}
     if not is_overridden("train_dataloader", module):
         raise OptionError(
             "data",
@@ -283,33 +233,34 @@ def _data_arguments(module: pl.LightningModule, data: Any, repeat: Callable[[Any
             "a DataLoader or a LightningDataModule, as the module has no train_dataloader; on the command line, let "
             "the function return a pair of model and data",
         )
-    _repeat_loader_of(module, repeat)
+    _repeat_loader_of(module)
     return {}
 
 
-def _repeat_loader_of(
-    owner: pl.LightningModule | pl.LightningDataModule, repeat: Callable[[Any], Iterator[Any]]
-) -> None:
+def _repeat_loader_of(owner: pl.LightningModule | pl.LightningDataModule) -> None:
     own = owner.train_dataloader
-    owner.train_dataloader = lambda: repeat(own())  # type: ignore[method-assign]
+    owner.train_dataloader = lambda: repeated(own())  # type: ignore[method-assign]
 
 
-def _iterable(loader: Any) -> Iterable[Any]:
+def repeated(loader: Any) -> Iterator[Any]:
+    """Batches that begin again when they end, so that no epoch ends. Ends only where there is no batch at all.
+
+    Raises:
+        OptionError: If these are no batches of one loader.
+    """
     if isinstance(loader, (Mapping, Sequence, CombinedLoader)) or not hasattr(loader, "__iter__"):
         allowed = "one DataLoader, a LightningDataModule of one, or other batches to iterate over; of several, give one"
         raise OptionError("data", loader, allowed)
-    batches: Iterable[Any] = loader
-    return batches
 
+    def batches() -> Iterator[Any]:
+        found = True
+        while found:
+            found = False
+            for batch in loader:
+                found = True
+                yield batch
 
-def _restore_generators(restoring: contextlib.ExitStack, loader: Any) -> None:
-    """Restore the random state of a data loader and its samplers at the end."""
-    holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
-    holders.append(getattr(holders[-1], "sampler", None))
-    for holder in holders:
-        generator = getattr(holder, "generator", None)
-        if isinstance(generator, torch.Generator):
-            restoring.callback(generator.set_state, generator.get_state())
+    return batches()
 
 
 def _restore_random_state(restoring: contextlib.ExitStack) -> None:
@@ -365,7 +316,7 @@ class StepWatch(pl.Callback):
     Args:
         device: The device to train on.
         module: The module to train.
-        steps: Number of steps to time, and of steps to watch, after the warm-up.
+        steps: Number of steps to time, and of steps to watch, each after a warm-up.
 
     Attributes:
         parameters: The trained parameters, each under its first name.
@@ -377,9 +328,9 @@ class StepWatch(pl.Callback):
         self._clock = DeviceClock(device)
         self._wanted = steps
         self._begun = 0
+        self._warm_up = _WARM_UP_STEPS + 1  # steps that do not count, with the one before the first
         # The current step.
         self._moments: list[Any] = []
-        self._watches = False
         self._first_use: dict[str, Any] = {}
         self._gradient: dict[str, Any] = {}
         self._module = module
@@ -387,8 +338,8 @@ class StepWatch(pl.Callback):
         self.times: list[StepTimes] = []
         self.watched: list[StepTimes] = []
 
-    def _look_at_parameters(self) -> None:
-        """Find the trained parameters; some modules make or freeze layers as a fit begins."""
+    def _watch(self) -> None:
+        """Set hooks on the trained parameters and their modules; some of them are made or frozen as a fit begins."""
         module = self._module
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         names = {id(parameter): name for name, parameter in self.parameters.items()}
@@ -403,7 +354,7 @@ class StepWatch(pl.Callback):
     @property
     def complete(self) -> bool:
         """Whether enough steps were measured."""
-        return len(self.times) >= self._wanted and len(self.watched) >= self._wanted
+        return len(self.watched) >= self._wanted
 
     def on_train_batch_start(self, *_: Any) -> None:
         """End the step before, and begin another.
@@ -413,19 +364,21 @@ class StepWatch(pl.Callback):
             UnsupportedError: If the steps so far did not consist of one forward pass, one backward pass and one update.
         """
         now = self._clock.moment()
-        if len(self._moments) == _MOMENTS and self._begun > _WARM_UP_STEPS:
-            (self.watched if self._watches else self.times).append(self._measured(now))
+        if self._warm_up:
+            self._warm_up -= 1
+        elif len(self._moments) == _MOMENTS:
+            (self.watched if self.parameters else self.times).append(self._measured(now))
         if self.complete:
             raise EnoughSteps
-        if not self._begun:
-            self._look_at_parameters()
-        if self._begun > _WARM_UP_STEPS + 4 * self._wanted:
+        if not self.parameters and len(self.times) >= self._wanted:
+            self._warm_up = _WARM_UP_STEPS
+            self._watch()
+        if self._begun > 2 * _WARM_UP_STEPS + 4 * self._wanted:
             raise UnsupportedError(
                 f"{self._begun} calls of training_step were not {2 * self._wanted} steps that can be measured: each "
                 "has to return a loss, and to be followed by one backward pass and one update."
             )
         self._begun += 1
-        self._watches = self._begun > _WARM_UP_STEPS and len(self.watched) < len(self.times)
         self._moments, self._first_use, self._gradient = [now], {}, {}
 
     def on_before_backward(self, *_: Any) -> None:
@@ -442,15 +395,14 @@ class StepWatch(pl.Callback):
 
     def _used(self, names: Sequence[str]) -> None:
         # Compiled code does not note moments.
-        if not torch.compiler.is_compiling() and self._watches and len(self._moments) == 1:
+        if not torch.compiler.is_compiling() and len(self._moments) == 1:
             now = self._clock.moment()
             for name in names:
                 self._first_use.setdefault(name, now)
 
     def _accumulated(self, name: str) -> None:
         # The last time counts: with reentrant checkpointing a gradient comes in parts.
-        if self._watches:
-            self._gradient[name] = self._clock.moment()
+        self._gradient[name] = self._clock.moment()
 
     def _measured(self, now: Any) -> StepTimes:
         seconds = self._clock.seconds

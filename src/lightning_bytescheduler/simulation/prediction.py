@@ -1,21 +1,19 @@
 """Predictions for a model on a network: the step time with each strategy, what limits it, and what to write.
 
 DDP is given its best bucket size, not only its default. ByteScheduler is given the sizes that the strategy chooses
-itself, and the best of a few others. A model is a profile, or a measured step (:class:`MeasuredStep`).
+itself. A model is a profile, or a measured step (:class:`MeasuredStep`).
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from lightning_bytescheduler.checks import require_one_of, some_of
+from lightning_bytescheduler.checks import require_one_of
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation.link import CODECS, LinkModel, compressed_link, network_in_words
 from lightning_bytescheduler.simulation.profiles import ModelProfile
@@ -30,8 +28,6 @@ DDP = "ddp"
 DDP_BEST = "ddp, best buckets"
 BF16 = "ddp, bf16"
 BYTESCHEDULER = "bytescheduler"
-BEST = "bytescheduler, best sizes"
-SERVERS = "bytescheduler, servers"
 FIXED = {codec: f"bytescheduler, {codec}" for codec in CODECS}
 """Strategies that compress all gradients, and the format of each."""
 DILOCO = "diloco"
@@ -39,18 +35,14 @@ ALONE = "one worker alone"
 
 _MIB = 1024 * 1024
 _DDP_BUCKETS = tuple(size * _MIB for size in (1, 2, 5, 10, 25, 50, 100, 250))
-_PARTITIONS = tuple(size * _MIB // 4 for size in (1, 4, 16, 64, 256, 1024))
-_MOST_PIECES = 2500  # a finer cut orders large models no better, and takes long to simulate
 _WIDTH = 4  # bytes of a parameter
 _EQUAL = 1.03  # steps that differ by less count as equal, given how exact a model of a network is
 _DILOCO_OVERHEAD = 0.05  # of the computation, that exchanges may add to it
-_LONG_HOP_SECONDS = 1e-3
 _NAME_LENGTH = 40  # letters
 _POINTS = 6  # on either side of the given bandwidth
 _DRAWN = {
     DDP_BEST: "#9aa7b2",
-    BEST: "#3f86d1",
-    SERVERS: "#8456b5",
+    BYTESCHEDULER: "#3f86d1",
     FIXED["int8"]: "#e58f2a",
     DILOCO: "#2e8b57",
 }
@@ -66,7 +58,6 @@ class MeasuredStep:
         between_steps: Seconds of it between two steps, such as waiting for data.
         device: Where it was measured, such as ``cpu`` or ``cuda``; empty if it was not.
         compressed_share: Bytes of the gradients as bf16, relative to their actual bytes.
-        unused: Names of parameters that got no gradient.
         synchronised_because: Why ``bytescheduler`` cannot carry updates across steps here, with the way out.
         norm_needed_by: What needs to know all gradients before an update, such as norm clipping.
     """
@@ -75,7 +66,6 @@ class MeasuredStep:
     between_steps: float = 0.0
     device: str = ""
     compressed_share: float = 0.5
-    unused: tuple[str, ...] = ()
     synchronised_because: tuple[str, ...] = ()
     norm_needed_by: tuple[str, ...] = ()
 
@@ -116,7 +106,7 @@ class Expectation:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Predictions for a model on a network. Prints as text, saves as JSON, draws as a picture.
+    """Predictions for a model on a network. Prints as text, draws as a picture.
 
     Attributes:
         measured: The model's step on one worker.
@@ -151,8 +141,7 @@ class Prediction:
     @property
     def recommended(self) -> Expectation:
         """The simplest of the strategies that train as ``ddp`` does and are within 3% of the fastest."""
-        names = (DDP, DDP_BEST, BYTESCHEDULER, SERVERS)
-        exact = [one for name in names for one in self.expectations if one.strategy == name]
+        exact = [self.of(name) for name in (DDP, DDP_BEST, BYTESCHEDULER)]
         fastest = min(expected.step_seconds for expected in exact)
         return next(expected for expected in exact if expected.step_seconds <= _EQUAL * fastest)
 
@@ -167,8 +156,6 @@ class Prediction:
         recommended = self.recommended
         if self.alone_is_faster:
             argument = "devices=1"
-        elif recommended.strategy == SERVERS:
-            argument = f"strategy=ByteSchedulerStrategy(servers={min(self.link.servers or 0, self.link.workers)})"
         elif recommended.strategy == DDP_BEST and recommended.bucket_bytes is not None:
             argument = f"strategy=DDPStrategy(bucket_cap_mb={recommended.bucket_bytes / _MIB:g})"
         else:
@@ -187,37 +174,6 @@ class Prediction:
     def speedup(self, step_seconds: float) -> float:
         """How many times as many samples all workers process as one worker alone, in the same time."""
         return self.link.workers * self.compute_seconds / step_seconds
-
-    def figures(self) -> dict[str, Any]:
-        """The figures as what JSON can hold; times in seconds, bandwidth in bytes per second."""
-        measured = asdict(self.measured)
-        profile = measured.pop("profile")
-        return {
-            **profile,
-            **measured,
-            "parameter_bytes": self.measured.profile.parameter_bytes,
-            **asdict(self.link),
-            "architecture": self.link.architecture,
-            **{f"{of}_seconds": getattr(self, f"{of}_seconds") for of in ("compute", "communication", "ceiling")},
-            "limited_by": self.limited_by,
-            "recommended": ALONE if self.alone_is_faster else self.recommended.strategy,
-            "line": self.line,
-            "strategies": [
-                {**asdict(one), "bucket_bytes": one.bucket_bytes, "speedup": self.speedup(one.step_seconds)}
-                for one in self.expectations
-            ],
-        }
-
-    def save(self, file: str | os.PathLike[str]) -> None:
-        """Write the figures as JSON; ``lightning-bytescheduler predict --profile`` reads the layers from it.
-
-        Parent directories are created.
-
-        Raises:
-            OSError: If the file cannot be written.
-        """
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_text(json.dumps(self.figures(), indent=1) + "\n", encoding="utf-8")
 
     def draw(self, out: str | os.PathLike[str]) -> None:
         """Draw the strategies' speeds over a tenth to ten times the bandwidth.
@@ -241,7 +197,7 @@ class Prediction:
             headed(figure, self._heading(), 13)
 
     def _heading(self) -> str:
-        ddp, own = self.of(DDP_BEST).step_seconds, self.of(BEST).step_seconds
+        ddp, own = self.of(DDP_BEST).step_seconds, self.of(BYTESCHEDULER).step_seconds
         times = f"{ddp / own:.2f}x as fast as ddp" if ddp / own >= 1.005 else "as fast as ddp"
         speed, workers = self.speedup(min(ddp, own)), self.link.workers
         if self.alone_is_faster:
@@ -330,7 +286,7 @@ class Prediction:
         )
 
     def _remarks(self) -> Iterator[str]:
-        measured, link = self.measured, self.link
+        measured = self.measured
         if self.limited_by == "compute":
             yield "What limits: computing. All communication can be hidden; a faster link brings nothing."
         else:
@@ -344,25 +300,7 @@ class Prediction:
             yield f"Updates of bytescheduler cannot cross the step boundary: {because}."
         elif measured.norm_needed_by:
             yield f"Updates wait for the norm of all gradients, because of {' and '.join(measured.norm_needed_by)}."
-        best = self.of(BEST).schedule
-        if best is not None and best.partition_bytes and best.credit_bytes:
-            yield (
-                f"Best sizes: partition_size={best.partition_bytes // _WIDTH}, credit={best.credit_bytes // _WIDTH}, "
-                f"bucket_cap_mb={(best.bucket_bytes or 0) / _MIB:.3g}; tuning='both' finds them while it trains."
-            )
-        if (link.servers or 0) > link.workers:
-            yield f"{link.servers} servers count as {link.workers}: more than one for each worker change nothing."
         yield "* Another training than ddp's: compare the losses."
-        if measured.unused:
-            yield (
-                f"Unused: {some_of(measured.unused)} got no gradient. ddp sends zeros for them "
-                "and needs find_unused_parameters=True; requires_grad=False would spare both."
-            )
-        if link.latency >= _LONG_HOP_SECONDS:
-            yield (
-                "Long hops: with a round trip of 20 ms, gloo's handshakes and TCP's windows were seen to make steps "
-                "about twice as long as the model says."
-            )
         contention = "; over gloo, the processor time that communication takes" if measured.device == "cpu" else ""
         yield f"Not modelled: links shared with others, losses of packets{contention}."
 
@@ -374,7 +312,7 @@ def predict(model: ModelProfile | MeasuredStep, link: LinkModel) -> Prediction:
 
     Args:
         model: The model, or a measured step of it.
-        link: The network. With parameter servers, they get a line of their own; all others reduce without them.
+        link: The network.
 
     Raises:
         OptionError: If there are less than two workers.
@@ -394,21 +332,19 @@ def check(link: LinkModel) -> None:
         raise OptionError("workers", link.workers, "2 or more: one worker exchanges nothing")
 
 
-def _expectations(measured: MeasuredStep, given: LinkModel) -> Iterator[Expectation]:
-    profile, link = measured.profile, given.without_servers
+def _expectations(measured: MeasuredStep, link: LinkModel) -> Iterator[Expectation]:
+    profile = measured.profile
     yield _best(DDP, profile, link, [Schedule.ddp()])
     # DDP with the best of several bucket sizes, its default among them.
     buckets = [Schedule.ddp(), *(Schedule.ddp(bucket_bytes=size) for size in _DDP_BUCKETS)]
     yield _best(DDP_BEST, profile, link, buckets)
-    schedules = list(_schedules(measured, link))
-    yield _scheduled(BYTESCHEDULER, measured, link, schedules[:1])
-    yield _scheduled(BEST, measured, link, schedules)
-    if given.architecture == "ps":
-        yield _scheduled(SERVERS, measured, given)
+    yield _scheduled(BYTESCHEDULER, measured, link)
     half = replace(link, bandwidth=link.bandwidth / measured.compressed_share)
     yield replace(_best(BF16, profile, half, [Schedule.ddp()]), same_training=False)
-    if measured.device != "cuda":  # gradients on a GPU are not compressed
-        yield from _compressed(measured, link)
+    for name, strategy in FIXED.items() if measured.device != "cuda" else ():  # on a GPU nothing is compressed
+        # Gradients of two bytes shrink half as much as fp32 ones.
+        codec = CODECS[name]._replace(ratio=CODECS[name].ratio * 0.5 / measured.compressed_share)
+        yield replace(_scheduled(strategy, measured, compressed_link(link, codec)), same_training=False)
     # Rounded before it is rounded up, so that 1.0000000001 exchanges per allowance are 1.
     exchanges = _exchange_seconds(profile, link) / (_DILOCO_OVERHEAD * profile.compute_seconds)
     inner = max(1, math.ceil(round(exchanges, 6)))
@@ -416,45 +352,14 @@ def _expectations(measured: MeasuredStep, given: LinkModel) -> Iterator[Expectat
     yield Expectation(strategy=DILOCO, step_seconds=seconds, same_training=False, inner_steps=inner)
 
 
-def _compressed(measured: MeasuredStep, link: LinkModel) -> Iterator[Expectation]:
-    """All gradients in one codec; the codecs' speeds are in ``CODECS``."""
-    for name, strategy in FIXED.items():
-        # Gradients of two bytes shrink half as much as fp32 ones.
-        codec = CODECS[name]._replace(ratio=CODECS[name].ratio * 0.5 / measured.compressed_share)
-        seconds = _scheduled(strategy, measured, compressed_link(link, codec)).step_seconds
-        yield Expectation(strategy=strategy, step_seconds=seconds, same_training=False)
-
-
-def _scheduled(
-    strategy: str, measured: MeasuredStep, link: LinkModel, schedules: Iterable[Schedule] = ()
-) -> Expectation:
-    """The best of some schedules, or plain DDP if that is faster, as the strategy then keeps it.
-
-    If left out, there is one schedule, with the sizes that the strategy chooses.
-    """
-    found = _best(strategy, measured.profile, link, schedules or [next(_schedules(measured, link))])
-    kept = _best(strategy, measured.profile, link.without_servers, [Schedule.ddp()])
-    return found if _waits_for_all(measured, link) or found.step_seconds <= kept.step_seconds else kept
-
-
-def _schedules(measured: MeasuredStep, link: LinkModel) -> Iterator[Schedule]:
-    """Schedules with the strategy's own sizes first, and then with others."""
-    profile, waits = measured.profile, _waits_for_all(measured, link)
+def _scheduled(strategy: str, measured: MeasuredStep, link: LinkModel) -> Expectation:
+    """With the sizes that the strategy chooses, or as plain DDP if that is faster, as the strategy then keeps it."""
+    waits = bool(measured.synchronised_because)
     in_shards = bool(measured.norm_needed_by) and not waits
-    own = chosen_schedule(profile, link, in_shards=in_shards, busy_processor=measured.device == "cpu")
-    yield replace(own, barrier=waits)
-    # The bytes that the link carries while a lone piece is in flight but not on the link.
-    hidden = int(link.latency_seconds / link.seconds_per_byte)
-    for partition in _PARTITIONS:
-        if partition * _MOST_PIECES < profile.parameter_bytes and partition != _PARTITIONS[-1]:
-            continue
-        for window in sorted({hidden + link.stages * partition, profile.parameter_bytes or 1}):
-            yield Schedule(partition_bytes=partition, credit_bytes=window, bucket_bytes=partition, barrier=waits)
-
-
-def _waits_for_all(measured: MeasuredStep, link: LinkModel) -> bool:
-    """Whether updates wait for all gradients. With servers, an update that needs the norm is taken to do so."""
-    return bool(measured.synchronised_because or (measured.norm_needed_by and link.architecture == "ps"))
+    own = chosen_schedule(measured.profile, link, in_shards=in_shards, busy_processor=measured.device == "cpu")
+    found = _best(strategy, measured.profile, link, [replace(own, barrier=waits)])
+    kept = _best(strategy, measured.profile, link, [Schedule.ddp()])
+    return found if waits or found.step_seconds <= kept.step_seconds else kept
 
 
 def chosen_schedule(
@@ -475,14 +380,10 @@ def chosen_schedule(
         link=LinkEstimate(alpha=link.latency_seconds, beta=link.seconds_per_byte or 1 / link.bandwidth),
         busy_processor=busy_processor,
         in_shards=in_shards,
-        architecture=link.architecture,
     )
-    coarser = 1
-    if link.architecture == "ps":  # very large models have more partitions than are simulated
-        coarser = max(profile.parameter_bytes // (sizes.partition_size * _WIDTH * _MOST_PIECES), 1)
     return Schedule(
-        partition_bytes=coarser * sizes.partition_size * _WIDTH,
-        credit_bytes=coarser * sizes.credit * _WIDTH,
+        partition_bytes=sizes.partition_size * _WIDTH,
+        credit_bytes=sizes.credit * _WIDTH,
         bucket_bytes=sizes.bucket_bytes,
     )
 

@@ -1,12 +1,6 @@
 """The sizes and times of a model's layers; of your own model, or of a well-known network.
 
-A profile (:class:`ModelProfile`) is measured once, on one worker, and can be kept as JSON::
-
-    {"name": "my model",
-     "layers": [{"name": "embedding", "parameter_bytes": 4096000, "forward_seconds": 0.001, "backward_seconds": 0.002},
-                ...]}
-
-with the layers in the order of the forward pass.
+A profile (:class:`ModelProfile`) has the layers in the order of the forward pass. Their times are those of one worker.
 
 Well-known networks (:func:`network_profile`) are to plan with before there is a model to measure. Their layer sizes are
 the real ones (fp32). Times are not measured: a layer's share of the step is its share of the multiply-adds, and
@@ -16,12 +10,8 @@ a step on one worker.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-import msgspec
 
 from lightning_bytescheduler.checks import (
     require_one_of,
@@ -128,27 +118,6 @@ class ModelProfile:
             for layer in self.layers
         )
         return replace(self, layers=tuple(layers))
-
-    @classmethod
-    def load(cls, file: str | os.PathLike[str]) -> ModelProfile:
-        """Read a profile that was kept as JSON.
-
-        Raises:
-            OptionError: If the file holds no profile; names the entry that is wrong.
-            OSError: If the file cannot be read.
-        """
-        try:
-            kept = msgspec.json.decode(Path(file).read_bytes(), type=_Kept)
-            return cls(name=kept.name or Path(file).stem, layers=tuple(kept.layers))
-        except (msgspec.DecodeError, ValueError) as error:
-            raise OptionError("profile", os.fspath(file), f"a JSON file of a profile: {error}".rstrip(".")) from error
-
-
-class _Kept(msgspec.Struct):
-    """A profile in a file, which may hold more."""
-
-    layers: list[LayerProfile]
-    name: str = ""
 
 
 def network_profile(name: str) -> ModelProfile:

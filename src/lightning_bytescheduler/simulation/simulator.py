@@ -3,8 +3,7 @@ r"""How long a training step takes on a modelled link: simulated event by event,
 **Played** (`simulate`). A worker computes forward and backward passes in turn. A bucket whose gradients are complete is
 cut into pieces; pieces are launched by priority while credit lasts, pass the link one after the other
 in the order of launch, arrive a latency later and return their credit. A layer's forward pass waits for its bucket.
-With servers a piece passes two stages, each with half of the latency. When gradients are sent is a :class:`Schedule`:
-DDP's, or one that is compared with it.
+When gradients are sent is a :class:`Schedule`: DDP's, or one that is compared with it.
 
 Workers are alike, so that one stands for all, and the time a simulation takes does not depend on their number.
 Deterministic. What happens at one moment is all seen before anything is launched at that moment.
@@ -44,8 +43,7 @@ has one more term, about ``b_L + C/2 + c_1/2 + F``. It is the largest only where
 forward pass takes longer than the backward pass. That is not so for real models, and clipping is taken to cost nothing.
 
 **Costs of messages.** After its last byte has left, a message takes the link's latency to arrive; of several in flight
-only the last one's shows, so each bound grows by one latency. With servers the pushes alone are counted, so that bound
-is not attained: the last partition is still to be pulled.
+only the last one's shows, so each bound grows by one latency.
 """
 
 from __future__ import annotations
@@ -54,6 +52,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from lightning_bytescheduler.simulation.link import LinkModel
@@ -162,9 +161,8 @@ class _Simulation:
     def __init__(self, profile: ModelProfile, link: LinkModel, schedule: Schedule) -> None:
         self._layers = profile.layers
         self._schedule = schedule
-        self._free_at = [0.0] * link.stages
-        self._seconds_per_byte = link.seconds_per_byte / (1 - link.idle)
-        self._stage_latency = link.latency_seconds / link.stages
+        self._link = link
+        self._free_at = 0.0  # the link
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()  # what was said first is first, and callables are not compared
@@ -223,14 +221,10 @@ class _Simulation:
         while self._queue and (credit is None or self._in_flight < credit):
             piece = heapq.heappop(self._queue)
             self._in_flight += piece.size
-            self._pass(piece, 0)
+            self._free_at = max(self._free_at, self._now) + piece.size * self._link.seconds_per_byte
+            self._at(self._free_at + self._link.latency_seconds, partial(self._arrive, piece))
 
-    def _pass(self, piece: _Piece, stage: int) -> None:
-        if stage < len(self._free_at):
-            sent = max(self._free_at[stage], self._now) + piece.size * self._seconds_per_byte
-            self._free_at[stage] = sent
-            self._at(sent + self._stage_latency, lambda: self._pass(piece, stage + 1))
-            return
+    def _arrive(self, piece: _Piece) -> None:
         self._in_flight -= piece.size
         self._missing[piece.bucket] -= 1
         if not self._missing[piece.bucket]:
