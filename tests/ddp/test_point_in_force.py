@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +64,6 @@ class SimulatedFit:
                 "start": START,
                 "identity": IDENTITY,
                 "guesses": (),
-                "given": (),
                 "plain_ddp": True,
                 "as_ddp": False,
                 "folder": None if folder is None else str(folder),
@@ -251,7 +251,8 @@ def test_a_probe_that_says_something_else_is_no_reason_to_begin_anew(tuner: Cred
     assert tuner.is_settled
     assert again.point == chosen
     tuner.stop()
-    by_hand = SimulatedFit(tuner, faster_with_more_credit, **fixed(110_003), given=["partitions"])
+    identity = replace(IDENTITY, partition_size=110_003)
+    by_hand = SimulatedFit(tuner, faster_with_more_credit, **fixed(110_003), identity=identity)
     assert by_hand.point == fixed(110_003)["start"], "what was chosen by hand is kept"
     assert not tuner.is_settled
 

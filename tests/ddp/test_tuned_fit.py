@@ -25,7 +25,7 @@ from tests.support.rank_pool import RankPool
 
 # Few and short trials, so that a fit of a second ends settled, whatever the clock says.
 SIZED = {"credit": 800, "partition_size": 400, "tuning": "credit"}  # the same in each run, whatever the link
-HASTY = {"trials": 2, "steps_per_trial": 4, "precision": 0.9, "warm_up": 2}
+HASTY = {"trials": 2, "steps_per_trial": 4}
 
 
 def test_default_on(two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +99,7 @@ def test_what_is_tuned(two_ranks: RankPool, given: dict[str, Any], tuned: bool) 
 
 
 def settled(two_ranks: RankPool, folder: Path) -> Seen:
-    saved = {14: str(folder / "early.ckpt"), 150: str(folder / "late.ckpt")}
+    saved = {22: str(folder / "early.ckpt"), 150: str(folder / "late.ckpt")}
     zero, one = two_ranks.run(tuned_fit, steps=150, tuner=HASTY, options=SIZED, save=saved)
     assert zero.points == one.points
     assert zero.is_settled[-1]

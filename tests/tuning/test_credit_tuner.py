@@ -18,12 +18,8 @@ from tests.ddp.fits import said
         ("trials", True),
         ("steps_per_trial", 3),
         ("steps_per_trial", 10.0),
-        ("precision", 0),
-        ("precision", 1.0),
         ("cost_share", -0.1),
         ("cost_share", float("nan")),
-        ("cost_steps", 0),
-        ("warm_up", -1),
         ("record", ""),
         ("record", 3),
     ],
@@ -59,15 +55,6 @@ def test_other_strategies_have_nothing_to_tune() -> None:
 def test_a_record_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"^record=.* and that is a folder"):
         CreditTuner(record=tmp_path)
-    tuner = CreditTuner(record=tmp_path / "below" / "tuning.jsonl")
-    (tmp_path / "below").touch()  # since it was checked
-    trainer: Any = SimpleNamespace(
-        strategy=SimpleNamespace(has_sizes_to_tune=True), callbacks=[tuner], is_global_zero=True
-    )
-    with pytest.raises(OptionError, match=r"^record=.* must be a file that can be written \("):
-        tuner.setup(trainer, None, "fit")  # type: ignore[arg-type]
-    trainer.is_global_zero = False
-    tuner.setup(trainer, None, "fit")  # type: ignore[arg-type]
 
 
 def test_outside_of_a_fit() -> None:
@@ -94,7 +81,6 @@ def entry(kind: str, ms: float, *, credit: int | None = 4000, outcome: str = "me
         noise=0.01,
         steps=20,
         outcome=outcome,
-        note="ValueError: boom" if kind == "failed" else "",
     )
 
 
@@ -161,7 +147,6 @@ class Fake:
 
 def test_what_is_decided_is_told_once_and_trials_are_not() -> None:
     tuner = CreditTuner(trials=3)
-    failed = entry("failed", 34.9)
     tuner._tuning = Fake(  # type: ignore[assignment]
         ((), None, False),
         ((), (True, False), True),
@@ -171,7 +156,7 @@ def test_what_is_decided_is_told_once_and_trials_are_not() -> None:
         ((entry("chosen", 34.9, credit=None),), (True, True), True),
         ((), (True, True), True),
         ((entry("drift", 70.0),), None, False),
-        ((failed,), (True, True), True),
+        ((), (True, True), True),
     )
     with said() as lines:
         for step in range(9):
@@ -182,6 +167,5 @@ def test_what_is_decided_is_told_once_and_trials_are_not() -> None:
         "training.",
         "bytescheduler: steps are from here on synchronised: so it stands.",
         "bytescheduler: steps have changed, to 70.0 ms: tuning begins anew.",
-        "bytescheduler: no more is tried, as no next point could be computed (ValueError: boom).",
         "bytescheduler: steps are from here on synchronised: so it stands.",
     ]

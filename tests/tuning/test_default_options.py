@@ -11,11 +11,8 @@ from lightning_bytescheduler.tuning.search import TuningOptions
 DEFAULTS = {
     "trials": 15,
     "steps_per_trial": 100,
-    "precision": 0.01,
     "plain_ddp": True,
     "cost_share": 0.02,
-    "cost_steps": 500,
-    "warm_up": 10,
     "lead": 1,
 }
 

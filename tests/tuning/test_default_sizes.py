@@ -167,3 +167,8 @@ def test_servers_get_the_published_partitions_and_credit(parameters: int, width:
     assert sizes.partition_size <= max(parameters // 128, 128 * KIB // width)
     assert sizes.partition_size * width * beta <= max(0.0075, 128 * KIB * beta) * (1 + 1e-9)
     assert sizes.bucket_bytes >= sizes.partition_size * width
+
+
+def test_no_rate_is_told_that_could_not_be_measured() -> None:
+    assert LinkEstimate.fit([(4, 1e-4), (264, 9e-5)]).at_rate == ""
+    assert LinkEstimate(alpha=1e-4, beta=1e-8).at_rate == " at 100 MB/s"

@@ -76,13 +76,12 @@ def test_one_disturbed_step_is_no_reason_to_leave() -> None:
 
 
 def test_a_budget_grows_with_the_steps() -> None:
-    options = TuningOptions(cost_share=0.02, cost_steps=500)
+    options = TuningOptions(cost_share=0.02)
     explored = Exploration(SPACE, first=[], trials=[trial(START, 1.0)], options=options)
-    assert explored.left_seconds(0, reserve=0.0) == pytest.approx(10.0)
-    assert explored.left_seconds(0) == pytest.approx(8.0), "some is kept for measuring the best again"
+    assert explored.left_seconds(0) == pytest.approx(10.0)
     explored.lost += 4.0
-    assert explored.left_seconds(400, reserve=0.0) == pytest.approx(6.0)
-    assert explored.left_seconds(1000, reserve=0.0) == pytest.approx(16.0)
+    assert explored.left_seconds(400) == pytest.approx(6.0)
+    assert explored.left_seconds(1000) == pytest.approx(16.0)
 
 
 @pytest.mark.parametrize(("factor", "drifts"), [(1.05, False), (1.3, True), (0.8, True)])
@@ -107,7 +106,7 @@ def test_points_take_turns_back_and_forth_so_that_a_steady_drift_cancels() -> No
         seen.append(confirmation.point)
         confirmation.take([now + (0.05 if confirmation.point == A else 0.0)] * 6)
         now += 0.02
-    assert seen == [A, B, B, A] * 2
+    assert seen == [A, B, B, A] * 3
     assert confirmation.winner() == B
     assert Confirmation([A]).is_done
 

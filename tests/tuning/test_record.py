@@ -87,7 +87,6 @@ def test_what_is_no_record(tmp_path: Path, line: str) -> None:
         ("steps", 1.5),
         ("step_seconds", float("nan")),
         ("noise", float("inf")),
-        ("lost_seconds", -1.0),
         ("credit", 0),
         ("partition_size", None),
     ],
@@ -114,8 +113,8 @@ def test_the_command_lists_trials_and_says_how_to_keep_the_result(
 
 def test_the_command_without_a_choice_or_trials(tmp_path: Path) -> None:
     file = tmp_path / RECORD_NAME
-    append_entries(file, [ENTRY, replace(ENTRY, kind="failed", note="singular")])
-    assert tables(parsed(str(file)))[0][1][-2:] == [("", "singular"), ("chosen", "nothing yet")]
+    append_entries(file, [ENTRY])
+    assert tables(parsed(str(file)))[0][1][-1] == ("chosen", "nothing yet")
     file.write_text("")
     with pytest.raises(OptionError, match="at least one trial"):
         tables(parsed(str(file)))

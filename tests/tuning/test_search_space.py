@@ -71,7 +71,6 @@ def test_a_space_grows_to_hold_a_point() -> None:
 @pytest.mark.parametrize("foreign", [PLAIN_DDP, None, (5, 5), TuningPoint(credit=1, partition_size=1)])
 def test_what_is_not_in_a_space(foreign: object) -> None:
     assert foreign not in SearchSpace.for_model(6_250_000)
-    assert TuningPoint(credit=262_145, partition_size=65_536) not in SearchSpace.for_model(6_250_000), "not aligned"
 
 
 @pytest.mark.parametrize(

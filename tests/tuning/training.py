@@ -16,7 +16,7 @@ PARAMETERS = 6_250_000
 IDENTITY = TuningIdentity(parameters=PARAMETERS, bytes_per_parameter=4, workers=4, backend="gloo")
 SPACE = SearchSpace.for_model(PARAMETERS)
 START = TuningPoint(credit=389_120, partition_size=97_280)
-OPTIONS = TuningOptions(warm_up=0)
+OPTIONS = TuningOptions()
 StepTimes = Callable[[TuningPoint], float]
 
 

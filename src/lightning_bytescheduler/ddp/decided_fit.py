@@ -466,12 +466,10 @@ class FitTuning:
             # DDP gives a parameter above its limit a bucket of its own.
             largest_bucket = max(sizes.bucket_bytes // width, *(p.numel() for p in trained), 1)
             space = space_for(count, start, options, largest_bucket=largest_bucket, architecture=fit.wire.architecture)
-        by_hand = {"credits": options.credit, "partitions": options.partition_size}
         return {
             "space": space,
             "start": start,
             "guesses": () if link is None or not space.tunes_partitions else first_guess(space, count, link, start),
-            "given": [name for name, size in by_hand.items() if size is not None],
             "identity": TuningIdentity(
                 parameters=count,
                 bytes_per_parameter=width,
@@ -479,6 +477,8 @@ class FitTuning:
                 backend=dist.get_backend(fit.wire.groups.data),
                 link=link,
                 in_shards=in_shards,
+                credit=0 if space.tunes_credit else options.credit,
+                partition_size=0 if space.tunes_partitions else options.partition_size,
             ),
         }
 
@@ -565,7 +565,7 @@ def say_start(
         facts, steps = f"{world_size} ranks. ", steps[0].upper() + steps[1:]
         if link is not None:
             facts = (
-                f"{world_size} ranks, all-reduce at {1e-6 / link.beta:.0f} MB/s after {1e3 * link.alpha:.2f} ms: "
+                f"{world_size} ranks, all-reduce{link.at_rate} after {1e3 * link.alpha:.2f} ms: "
                 f"{milliseconds(link.seconds(nbytes))} ms for all gradients ({nbytes / 1e6:.3g} MB). "
             )
         if not plan.as_ddp:

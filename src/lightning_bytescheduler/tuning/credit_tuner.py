@@ -8,12 +8,11 @@ with DDP's steps.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_bytescheduler.checks import options_by_name, require_new_file, require_whole
+from lightning_bytescheduler.checks import options_by_name, require_new_file
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info, rank_zero_warn
 from lightning_bytescheduler.registration import require_same_package
@@ -40,10 +39,8 @@ class CreditTuner(pl.Callback):
     Args:
         trials: Most points that a search tries, including the one in force and plain DDP; at least 2.
         steps_per_trial: Most steps of a trial; most trials end earlier.
-        precision: A trial ends when the standard error of its step time is at most this share of it.
-        cost_share: What trials may cost, as a share of the time of all steps since the search began.
-        cost_steps: The cost share of this many steps may be spent from the start.
-        warm_up: First steps of a fit that do not count.
+        cost_share: What trials may cost, as a share of the time of all steps since the search began, and from the start
+            of 500 steps.
         record: File to which rank 0 adds a line for each trial, for ``lightning-bytescheduler tuning``. If left out,
             ``tuning.jsonl`` in the directory of the Trainer's logger; without a logger, in the Trainer's
             ``default_root_dir`` if it was given; else there is no record.
@@ -57,23 +54,12 @@ class CreditTuner(pl.Callback):
         *,
         trials: int = 15,
         steps_per_trial: int = 100,
-        precision: float = 0.01,
         cost_share: float = 0.02,
-        cost_steps: int = 500,
-        warm_up: int = 10,
         record: str | os.PathLike[str] | None = None,
     ) -> None:
         if record is not None:
             record = require_new_file("record", record)
-        self._options = TuningOptions(
-            trials=require_whole("trials", trials, 2),  # the one in force, and plain DDP
-            steps_per_trial=steps_per_trial,
-            precision=precision,
-            cost_share=cost_share,
-            cost_steps=cost_steps,
-            warm_up=warm_up,
-            lead=_LEAD,
-        )
+        self._options = TuningOptions(trials=trials, steps_per_trial=steps_per_trial, cost_share=cost_share, lead=_LEAD)
         self._record_option = record
         self._record: Path | None = None
         self._tuning: CreditTuning | None = None
@@ -90,7 +76,6 @@ class CreditTuner(pl.Callback):
         start: TuningPoint,
         identity: TuningIdentity,
         guesses: tuple[TuningPoint, ...],
-        given: Collection[str],
         plain_ddp: bool,
         as_ddp: bool,
         folder: str | None,
@@ -102,7 +87,6 @@ class CreditTuner(pl.Callback):
             start: Sizes without tuning.
             identity: What the results hold for.
             guesses: Points to try first.
-            given: Which of ``"credits"`` and ``"partitions"`` the user chose.
             plain_ddp: Whether plain DDP is among the candidates.
             as_ddp: Whether to begin with it.
             folder: The record's folder, unless the user has named a file.
@@ -117,7 +101,7 @@ class CreditTuner(pl.Callback):
         tuning = CreditTuning(space, start=start, identity=identity, guesses=guesses, options=options, as_ddp=as_ddp)
         state, self._state = self._state, None
         try:
-            if state is not None and tuning.load_state_dict(state, given=given) and state["trials"]:
+            if state is not None and tuning.load_state_dict(state) and state["trials"]:
                 rank_zero_info(f"bytescheduler: tuning goes on from where it was, with {tuning.current}.")
         except OptionError as error:
             rank_zero_warn(f"The tuning in the checkpoint cannot be read, and begins anew: {error}")
@@ -182,8 +166,6 @@ class CreditTuner(pl.Callback):
                 self._said = None
                 ms = 1e3 * entry.step_seconds
                 rank_zero_info(f"bytescheduler: steps have changed, to {ms:.1f} ms: tuning begins anew.")
-            elif entry.kind == "failed":
-                rank_zero_info(f"bytescheduler: no more is tried, as no next point could be computed ({entry.note}).")
         verdict = tuning.verdict
         if verdict is not None and verdict != self._said:
             as_ddp, compared = self._said = verdict
@@ -210,12 +192,11 @@ class CreditTuner(pl.Callback):
     # Lightning's hooks.
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse strategies that have nothing to tune, a second tuner, and a record that cannot be written.
+        """Refuse strategies that have nothing to tune, and a second tuner.
 
         Raises:
             UnsupportedError: If the strategy is another one, if there would be two tuners, or if the Trainer is from
                 the other package of Lightning.
-            OptionError: If the file that the user has named for the record cannot be written.
         """
         require_same_package(trainer, "CreditTuner")
         if stage != "fit":
@@ -228,12 +209,6 @@ class CreditTuner(pl.Callback):
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         if sum(isinstance(callback, CreditTuner) for callback in callbacks) > 1:
             raise UnsupportedError("The Trainer has more than one CreditTuner among its callbacks: leave one of them.")
-        if self._record_option is not None and trainer.is_global_zero:
-            try:
-                append_entries(self._record_option, ())
-            except OSError as error:
-                allowed = f"a file that can be written ({error.strerror})"
-                raise OptionError("record", self._record_option, allowed) from error
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

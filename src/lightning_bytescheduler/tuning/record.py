@@ -37,9 +37,11 @@ if TYPE_CHECKING:
 RECORD_NAME = "tuning.jsonl"
 """Name of the record in a run's directory."""
 
-Kind = Literal["start", "ddp", "guess", "search", "confirm", "chosen", "drift", "failed"]
+Kind = Literal["start", "ddp", "guess", "search", "confirm", "chosen", "drift"]
 """Kinds of entries: the point in force at the start, plain DDP, a guess from outside, a point that the search proposed,
-a point measured again; the choice; the step time drifted from that of the choice; the search could not continue."""
+a point measured again; the choice; the step time drifted from that of the choice."""
+
+Outcome = Literal["measured", "abandoned"]
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Figure = Annotated[float, msgspec.Meta(ge=0)]
@@ -112,8 +114,6 @@ class TrialEntry:
         noise: Standard deviation of undisturbed steps, as a share of ``step_seconds``.
         steps: Number of measured steps.
         outcome: ``"measured"``, or ``"abandoned"`` if the point was clearly worse or the trial too costly to continue.
-        lost_seconds: Time lost against the best point that was known.
-        note: A note for the reader; may be empty.
     """
 
     search: _Count
@@ -125,9 +125,7 @@ class TrialEntry:
     error_seconds: _Figure
     noise: _Figure
     steps: _Count
-    outcome: Literal["measured", "abandoned"] = "measured"
-    lost_seconds: _Figure = 0.0
-    note: str = ""
+    outcome: Outcome = "measured"
 
     def __post_init__(self) -> None:
         self.point  # noqa: B018  # refuses invalid sizes
@@ -202,6 +200,8 @@ class TuningIdentity:
         backend: What reduces gradients, such as ``"gloo"``.
         link: The measured link, or ``None`` if it was not measured.
         in_shards: Whether gradients are reduced in shards, for which other sizes are best.
+        credit: The credit that the user chose; ``None`` if it follows the link, 0 if it is tuned.
+        partition_size: The same of the partition size.
     """
 
     parameters: int
@@ -210,6 +210,8 @@ class TuningIdentity:
     backend: str
     link: LinkEstimate | None = None
     in_shards: bool = False
+    credit: int | None = 0
+    partition_size: int | None = 0
 
     def matches(self, other: TuningIdentity) -> bool:
         """Whether results for one hold for the other. A link that was not measured matches any link."""
@@ -324,8 +326,6 @@ def _rows(record: Sequence[TrialEntry]) -> Iterator[tuple[str, str]]:
         time = f"{entry.step_seconds * 1e3:,.1f} ± {entry.error_seconds * 1e3:,.1f} ms"
         abandoned = f"  {entry.outcome}" if entry.outcome == "abandoned" else ""
         yield f"step {entry.step:,}  {entry.kind}", f"{entry.point}  {time}{abandoned}"
-        if entry.note:
-            yield "", entry.note
     if chosen is None:
         yield "chosen", "nothing yet"
         return

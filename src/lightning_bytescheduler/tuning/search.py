@@ -17,22 +17,22 @@ A search has five stages.
    proposes, until the trials are used up or no point promises enough. A trial ends when its step time is known
    precisely enough, when it is clearly slower than the best, or when it costs too much. While no trial is affordable,
    training goes on with the best point.
-3. *Confirmation*. The best few points are measured again in turns.
+3. *Confirmation*. The best point and plain DDP are measured again in turns, unless one is clearly faster.
 4. *Settled*. The winner stays in force, and step times are watched.
 5. *Drift*. When the step time has changed for good, the next search starts from the point in force. It waits until the
    last search began so many steps ago that both together stay within the budget.
 
 *Time lost* (:meth:`Exploration.left_seconds`) is the time that steps took beyond the best known step time. Its budget
-is a share of the steps since the search began, and from the start that share of ``cost_steps`` steps: with 2% of 500
-steps, the time of ten steps. That is little. A point that doubles the step time costs one of the ten with each step,
-and takes at least four steps: the one in which it comes into force, two that are measured, and the one in which the
-change back comes into force. So a point that is expected to be slow is tried only when that is affordable. While
-nothing is affordable, training goes on with the best known point. One loss cannot be prevented: when little of the
-budget is left, a point may be far slower than expected, and the steps until this is noticed are lost.
+is a share of the steps since the search began, and from the start that share of 500 steps: with 2%, the time of ten
+steps. That is little. A point that doubles the step time costs one of the ten with each step, and takes at least four
+steps: the one in which it comes into force, two that are measured, and the one in which the change back comes into
+force. So a trial begins only where the budget has room for such a point. Until then, training goes on with the best
+known one. A trial that would cost more is abandoned. One loss cannot be prevented: a point may be far slower than
+expected, and the steps until this is noticed are lost.
 
 *Confirmation* (:class:`Confirmation`): the fastest of many noisy measurements is partly lucky, and the machine may have
-drifted between the first trial and the last. So the fastest few are measured again, in turns back and forth (a, b, c,
-c, b, a, ...), which cancels both. Plain DDP has fewer moving parts, so it is left only for a point that is faster
+drifted between the first trial and the last. So it is measured again beside plain DDP, in turns back and forth (a, b,
+b, a, ...), which cancels both. Plain DDP has fewer moving parts, so it is left only for a point that is faster
 beyond chance: even without any gain, one of many points always looks faster.
 
 *Drift* (:class:`DriftDetector`) tells a lasting change of the step time from a short disturbance. Steps are gathered in
@@ -49,7 +49,7 @@ expected improvement of the package ``bayesian-optimization``. Four things are a
 - Few observations would give extreme length scales. So these are bounded: the step time changes over some octaves. The
   fit begins at the usual ones and draws nothing, so a proposal depends on the observations alone.
 - Expected improvement is evaluated on all points of the search space, which are valid by construction and few. Only
-  points near a measured one count, and only where the time that a trial would probably lose is affordable.
+  points near the fastest one count, as those far off may cost much.
 
 The first call imports scikit-learn and SciPy, which takes a second or more; ``prepare`` does that beforehand. A later
 call takes milliseconds of processor time.
@@ -60,19 +60,21 @@ same decisions.
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from lightning_bytescheduler.checks import require_bool, require_positive, require_whole
+from lightning_bytescheduler.checks import require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.tuning.record import (
     Kind,
+    Outcome,
     StepTimeEstimate,
     TrialEntry,
     TuningIdentity,
@@ -87,6 +89,11 @@ if TYPE_CHECKING:
 
     Vector = NDArray[np.float64]
 
+log = logging.getLogger(__name__)
+
+_WARM_UP = 10  # first steps that do not count, unless they are plain DDP's
+_COST_STEPS = 500  # whose share of time may be lost from the start
+_PRECISION = 0.01  # of a step time: a trial ends when its standard error is at most so much
 _SETTLE = 1  # steps after a change that do not count, as they include communication of the step before it
 _LEAST_STEPS = 8  # measured steps of a trial that is not abandoned
 _WATCHED = 20  # last steps that are kept while nothing is tried, as a training is long
@@ -103,8 +110,7 @@ _AGAIN_AFTER = 2000  # most steps until then
 _FEW_STEPS_NOISE = 0.03  # of a step time that comes from few plain DDP steps
 
 _TURN_STEPS = 6  # measured steps of a turn
-_ROUNDS = 4
-_MOST_ROUNDS = 8  # while it is not clear whether a point is worth leaving plain DDP for
+_ROUNDS = 6
 _WORTH_IT = 0.99  # of plain DDP's time
 _CERTAIN = 2.0  # standard errors
 
@@ -113,20 +119,15 @@ _WINDOWS = 3
 _LEAST = 0.1  # of the reference: a smaller change is not worth another search
 _CERTAIN_DRIFT = 4.0  # standard errors of a window's median
 
-_UNKNOWN_LOSS = 0.25  # of the step time: what an unknown point may cost per step
-_OF_WHAT_IS_LEFT = 0.5  # one trial should not use up the budget
-_RESERVE = 0.2  # of the budget at the start: kept for measuring the best again
+_KEPT_STEPS = 2  # of the budget, for measuring the best again
 _LEAST_GAIN = 0.003  # of the step time: the search ends when no point promises to save so much
 _LEAST_POINTS = 5  # with fewer, the search cannot know that there is nothing to gain
-_ASK_AGAIN = 50  # steps until a search that cannot afford a trial looks again
-_CONTENDERS = 3
-_CONTENDS = 0.02  # of the best step time, on top of errors
-_PLAIN_CONTENDS = 0.06
+_CONTENDS = 0.02  # of the step time of the faster of both ways, on top of errors
+_PLAIN_CONTENDS = 0.06  # the fastest of many trials is partly lucky
 
 _OCTAVES = 0.25  # spacing of the grid of candidates
-_REACH = 2.0  # octaves from the nearest point that is not bad
-_NOT_BAD = 0.3  # logarithm of a step time relative to the best one
-_WORST = 0.5  # the same; beyond it all points are equally bad
+_REACH = 2.0  # octaves from the fastest point
+_WORST = 0.5  # logarithm of a step time relative to the best one; beyond it all points are equally bad
 _LEAST_SPREAD = 0.05  # share by which sizes are expected to change the step time at least
 _FIRST_SPREAD, _FEW = 0.2, 4  # the same, while there are at most so many points
 _USUAL_LENGTH_SCALE, _LENGTH_SCALES = 3.0, (1.7, 9.0)  # octaves: where the fit begins, and its bounds
@@ -139,11 +140,8 @@ class TuningOptions:
     Attributes:
         trials: Most points that are tried, including those at the start.
         steps_per_trial: Most steps of a trial; fewer if the step time is steady, or the point clearly worse.
-        precision: A trial ends when the standard error of its step time is at most this share of it.
         plain_ddp: Whether plain DDP is among the candidates.
         cost_share: Time that may be lost, as a share of the time of the steps since the search began.
-        cost_steps: The cost share of this many steps may be lost from the start.
-        warm_up: First steps that do not count, unless they are plain DDP's.
         lead: Steps from a decision to the first step that it governs.
 
     Raises:
@@ -152,21 +150,15 @@ class TuningOptions:
 
     trials: int = 15
     steps_per_trial: int = 100
-    precision: float = 0.01
     plain_ddp: bool = True
     cost_share: float = 0.02
-    cost_steps: int = 500
-    warm_up: int = 10
     lead: int = 1
 
     def __post_init__(self) -> None:
-        least = {"trials": 1, "steps_per_trial": 4, "cost_steps": 1, "warm_up": 0, "lead": 1}
-        for option in least:
-            require_whole(option, getattr(self, option), least[option])
-        for option in ("precision", "cost_share"):
-            if require_positive(option, getattr(self, option)) >= 1:
-                raise OptionError(option, getattr(self, option), "less than 1")
-        require_bool("plain_ddp", self.plain_ddp)
+        require_whole("trials", self.trials, 2)  # the one in force, and plain DDP
+        require_whole("steps_per_trial", self.steps_per_trial, 4)
+        if require_positive("cost_share", self.cost_share) >= 1:
+            raise OptionError("cost_share", self.cost_share, "less than 1")
 
     @property
     def least_steps(self) -> int:
@@ -259,14 +251,7 @@ class Confirmation:
     @property
     def is_done(self) -> bool:
         """Whether all turns were taken; a single point needs none."""
-        rounds, turns = divmod(self._turns_taken, max(len(self._points), 1))
-        if len(self._points) < 2 or rounds >= _MOST_ROUNDS:
-            return True
-        if rounds < _ROUNDS or turns:
-            return False
-        times = self.times()
-        fastest, plain = min(time.seconds for time in times.values()), times.get(PLAIN_DDP)
-        return plain is None or not self.winner().is_plain_ddp or fastest >= _WORTH_IT * plain.seconds
+        return len(self._points) < 2 or self._turns_taken >= _ROUNDS * len(self._points)
 
     @property
     def point(self) -> TuningPoint:
@@ -320,7 +305,6 @@ class Exploration:
         trials: All trials.
         lost: Seconds lost so far.
         done: Whether there is nothing left to try.
-        note: Why the search could not continue, if so.
     """
 
     def __init__(
@@ -334,11 +318,9 @@ class Exploration:
         self._space = space
         self._options = options
         self._queue = list(first)
-        self._ask_at = 0
         self.trials = list(trials)
         self.lost = 0.0
         self.done = False
-        self.note = ""
 
     @property
     def best(self) -> TrialEntry | None:
@@ -352,18 +334,12 @@ class Exploration:
         noises = sorted(trial.noise for trial in self.trials if trial.outcome == "measured")
         return noises[len(noises) // 2] if noises else 0.0
 
-    def left_seconds(self, steps: int, *, reserve: float = _RESERVE) -> float:
-        """The time that may still be lost, ``steps`` after the search began.
-
-        Args:
-            steps: Steps since the search began.
-            reserve: Share of the budget at the start to keep back; if left out, what measuring the best again needs.
-        """
-        best, options = self.best, self._options
+    def left_seconds(self, steps: int) -> float:
+        """The time that may still be lost, ``steps`` after the search began."""
+        best = self.best
         if best is None:
             return float("inf")  # no point is known to be better than the one in force
-        kept = reserve * options.cost_share * options.cost_steps * best.step_seconds
-        return options.cost_share * max(options.cost_steps, steps) * best.step_seconds - self.lost - kept
+        return self._options.cost_share * max(_COST_STEPS, steps) * best.step_seconds - self.lost
 
     def plan(self, steps: int) -> tuple[Kind, TuningPoint] | None:
         """The next trial, ``steps`` after the search began; ``None`` while it is better to stay at the best point."""
@@ -371,67 +347,35 @@ class Exploration:
         if best is None or len(self.trials) >= self._options.trials:
             self.done = True
             return None
-        if steps < self._ask_at:
+        if self.left_seconds(steps) < (self._options.least_steps + _KEPT_STEPS) * best.step_seconds:
             return None
-        affordable = self.left_seconds(steps) * _OF_WHAT_IS_LEFT / (self._options.least_steps * best.step_seconds)
-        planned = None
-        # A proposal's prediction may be wrong, so proposals need this much, too.
-        if affordable >= _UNKNOWN_LOSS:
-            if self._queue:
-                point = self._queue.pop(0)
-                return "ddp" if point.is_plain_ddp else "guess", point
-            planned = self._proposed(best, affordable)
-        if planned is None:
-            self._ask_at = steps + _ASK_AGAIN
-        return planned
-
-    def _proposed(self, best: TrialEntry, affordable: float) -> tuple[Kind, TuningPoint] | None:
-        # A few disturbed steps in a row make even the fastest point look slow. Other points have neighbours that reveal
-        # it. Plain DDP has none, so it gets another trial, if that is affordable even at the same step time as before.
-        ddp = [trial for trial in self.trials if trial.point.is_plain_ddp]
-        slow = (
-            ddp[0].step_seconds / best.step_seconds if [trial.outcome for trial in ddp] == ["abandoned"] else math.inf
-        )
-        if slow < 1 + affordable:
-            return "ddp", PLAIN_DDP
+        if self._queue:
+            point = self._queue.pop(0)
+            return "ddp" if point.is_plain_ddp else "guess", point
         try:
-            proposal = propose(self._space, self.trials, affordable=affordable)
-        except Exception as error:
-            # A matrix that is not positive definite, or another fault: no reason to stop a training. The record says
-            # it.
-            self.done, self.note = True, f"{type(error).__name__}: {error}"
-            return None
+            proposed, gain = propose(self._space, self.trials)
+        except Exception:  # a matrix that is not positive definite, or another fault: no reason to stop a training
+            log.warning("bytescheduler: no more is tried, as no next point could be computed.", exc_info=True)
+            proposed, gain = None, 0.0
         points = {trial.point for trial in self.trials} - {PLAIN_DDP}
-        least = _LEAST_GAIN if len(points) >= _LEAST_POINTS else 0.0
-        self.done = proposal.gain_anywhere <= 0 or proposal.gain_anywhere < least
-        if self.done or proposal.point is None or proposal.gain < least:
-            return None
-        return "search", proposal.point
+        self.done = proposed is None or gain <= (_LEAST_GAIN if len(points) >= _LEAST_POINTS else 0.0)
+        return None if self.done or proposed is None else ("search", proposed)
 
-    def contenders(self) -> list[TrialEntry]:
-        """The fastest point and those that may be as fast, the preferred one first.
+    def contenders(self) -> list[TuningPoint]:
+        """The fastest point with sizes, and plain DDP, the preferred one first; one alone if it is clearly faster.
 
-        Plain DDP is among them if it may be as fast, even if many points are slightly faster, and even if its trial was
-        abandoned: it wins a tie, so it must take part.
+        Plain DDP may take part even if its trial was abandoned: it wins a tie.
         """
-        best = self.best
-        if best is None:
-            return []
-        reach = best.step_seconds * (1 + _CONTENDS)
-        plain_reach = best.step_seconds * (1 + _PLAIN_CONTENDS)  # the fastest of many trials is partly lucky
-        may_be_as_fast = sorted(
-            (
-                trial
-                for trial in self.trials
-                if trial.step_seconds - 2 * trial.error_seconds <= (plain_reach if trial.point.is_plain_ddp else reach)
-            ),
-            key=lambda trial: trial.step_seconds,
-        )
-        plain = [trial for trial in may_be_as_fast if trial.point.is_plain_ddp][:1]
-        others = [trial for trial in may_be_as_fast if not trial.point.is_plain_ddp and trial.outcome == "measured"]
-        others = others[: _CONTENDERS - len(plain)]
-        leaves_it = any(is_worth_it(trial.step_time, ddp.step_time) for trial in others for ddp in plain)
-        return [*others, *plain] if leaves_it else [*plain, *others]
+        ddp = next((trial for trial in self.trials if trial.point.is_plain_ddp), None)
+        measured = (trial for trial in self.trials if trial is not ddp and trial.outcome == "measured")
+        sized = min(measured, key=lambda trial: trial.step_seconds, default=None)
+        if sized is None or ddp is None:
+            return [trial.point for trial in (sized, ddp) if trial is not None]
+        if ddp.step_seconds - 2 * ddp.error_seconds > sized.step_seconds * (1 + _PLAIN_CONTENDS):
+            return [sized.point]
+        if sized.step_seconds - 2 * sized.error_seconds > ddp.step_seconds * (1 + _CONTENDS):
+            return [PLAIN_DDP]
+        return [sized.point, PLAIN_DDP] if is_worth_it(sized.step_time, ddp.step_time) else [PLAIN_DDP, sized.point]
 
 
 class CreditTuning:
@@ -499,7 +443,7 @@ class CreditTuning:
     @property
     def tunes_sizes(self) -> bool:
         """Whether there is more than one credit or partition size to choose from."""
-        return self._space.credits[0] < self._space.credits[1] or self._space.tunes_partitions
+        return self._space.tunes_credit or self._space.tunes_partitions
 
     @property
     def entries(self) -> tuple[TrialEntry, ...]:
@@ -555,7 +499,7 @@ class CreditTuning:
 
     @property
     def _warm_up(self) -> int:
-        return 1 if self._phase == "as ddp" else self._options.warm_up
+        return 1 if self._phase == "as ddp" else _WARM_UP
 
     # As DDP.
 
@@ -610,12 +554,10 @@ class CreditTuning:
     def _next_trial(self) -> None:
         explored = self._exploration
         planned, best = explored.plan(self._steps), explored.best
-        if explored.note and best is not None:
-            self._enter("failed", best.point, best.step_time, note=explored.note)
         if explored.done:
-            self._confirmation = Confirmation([entry.point for entry in self._exploration.contenders()])
+            self._confirmation = Confirmation(explored.contenders())
             self._phase = "confirming"
-            self._choose_or_go_on(enough=self._confirmation.is_done)
+            self._choose_or_go_on()
         elif planned is not None:
             self._phase, (self._kind, point) = "trial", planned
             self._go_to(point)
@@ -625,15 +567,15 @@ class CreditTuning:
             self._go_to(best.point)
 
     def _trial_is_over(self) -> bool:
-        turn, options, best = self._turn, self._options, self._exploration.best
+        turn, best = self._turn, self._exploration.best
         steps, time = len(turn.samples), turn.time(usual_noise=self._exploration.usual_noise)
         if time is None:
             return False
-        if steps >= options.steps_per_trial:
+        if steps >= self._options.steps_per_trial:
             return True
         if best is None:
-            return steps >= _FIRST_LEAST_STEPS and time.error <= options.precision / 2 * time.seconds
-        precise = steps >= _LEAST_STEPS and time.error <= options.precision * time.seconds
+            return steps >= _FIRST_LEAST_STEPS and time.error <= _PRECISION / 2 * time.seconds
+        precise = steps >= _LEAST_STEPS and time.error <= _PRECISION * time.seconds
         return precise or is_clearly_slower(time, best.step_time) or self._is_too_costly(best.step_seconds)
 
     def _is_too_costly(self, best_seconds: float) -> bool:
@@ -646,11 +588,11 @@ class CreditTuning:
         time = turn.time(usual_noise=self._exploration.usual_noise)
         if time is None:
             return
-        outcome = "measured"
+        outcome: Outcome = "measured"
         if best is not None and (is_clearly_slower(time, best.step_time) or self._is_too_costly(best.step_seconds)):
             outcome = "abandoned"
-        lost = self._close_turn()
-        entry = self._enter(self._kind, self._current, time, outcome=outcome, lost_seconds=lost)
+        self._close_turn()
+        entry = self._enter(self._kind, self._current, time, outcome)
         self._exploration.trials.append(entry)
         first, *others = self._exploration.trials
         if first.point.is_plain_ddp and len(others) == 1:
@@ -665,11 +607,10 @@ class CreditTuning:
     def _end_turn(self) -> None:
         self._confirmation.take(self._turn.samples)
         self._close_turn()
-        left = self._exploration.left_seconds(self._steps, reserve=0.0)
-        self._choose_or_go_on(enough=self._confirmation.is_done or left <= 0)
+        self._choose_or_go_on()
 
-    def _choose_or_go_on(self, *, enough: bool) -> None:
-        if not enough:
+    def _choose_or_go_on(self) -> None:
+        if not self._confirmation.is_done:
             self._go_to(self._confirmation.point)
             return
         again = self._confirmation.times()
@@ -697,7 +638,7 @@ class CreditTuning:
         del self._turn.samples[:-_WATCHED]
         drifted = measured and self._drift.step_took(seconds)
         # Not before: the loss of two searches must stay within the budget of their steps.
-        if drifted and self._steps >= self._options.cost_steps:
+        if drifted and self._steps >= _COST_STEPS:
             here = self._turn.time()
             if here is not None:
                 self._enter("drift", self._current, here)
@@ -716,16 +657,16 @@ class CreditTuning:
             self.in_force_from = self._last_step + self._options.lead
             self._turn = Turn(settle=_SETTLE)
 
-    def _close_turn(self) -> float:
+    def _close_turn(self) -> None:
         """Count what the steps at this point lose, once, with those until the next point is in force."""
-        best, lost = self._exploration.best, 0.0
+        best = self._exploration.best
         if best is not None and self._phase != "settled":
-            lost = self._turn.lost(best.step_seconds, ahead=self._options.lead - 1)
-            self._exploration.lost += lost
+            self._exploration.lost += self._turn.lost(best.step_seconds, ahead=self._options.lead - 1)
         self._turn = Turn(settle=0)
-        return lost
 
-    def _enter(self, kind: Kind, point: TuningPoint, time: StepTimeEstimate, **more: Any) -> TrialEntry:
+    def _enter(
+        self, kind: Kind, point: TuningPoint, time: StepTimeEstimate, outcome: Outcome = "measured"
+    ) -> TrialEntry:
         entry = TrialEntry(
             search=self._search,
             kind=kind,
@@ -736,7 +677,7 @@ class CreditTuning:
             error_seconds=time.error,
             noise=time.noise,
             steps=time.steps,
-            **more,
+            outcome=outcome,
         )
         self._entries.append(entry)
         return entry
@@ -760,15 +701,14 @@ class CreditTuning:
         state: dict[str, Any] = msgspec.to_builtins(kept)
         return state
 
-    def load_state_dict(self, state: dict[str, Any], *, given: Collection[str] = ()) -> bool:
-        """Continue from a saved state, in the space of that time, if model, workers and link are the same.
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Continue from a saved state, in the space of that time, if it is of the same identity.
 
         An unfinished trial or turn begins anew. Put ``current`` in force before the next step; steps may be numbered
-        anew from there. This object's first ``warm_up`` steps do not count.
+        anew from there. Its first steps do not count.
 
         Args:
             state: From ``state_dict``.
-            given: See ``SearchSpace.goes_on_in``.
 
         Returns:
             Whether the state was used; if not, nothing was changed.
@@ -782,8 +722,7 @@ class CreditTuning:
                 raise ValueError("what was chosen was never tried")
         except (msgspec.ValidationError, ValueError) as error:
             raise OptionError("state", state, f"made by state_dict() ({error})") from error
-        same = kept.identity.matches(self._identity) and kept.plain_ddp == self._options.plain_ddp
-        if not same or not self._space.goes_on_in(kept.space, given=given):
+        if not kept.identity.matches(self._identity) or kept.plain_ddp != self._options.plain_ddp:
             return False
         self._space, self._search = kept.space, kept.search
         self._begin_search(kept.current, kept.trials)
@@ -797,7 +736,7 @@ class CreditTuning:
 class _State(msgspec.Struct, kw_only=True):
     """A search's state in a checkpoint."""
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     identity: TuningIdentity
     space: SearchSpace
     plain_ddp: bool
@@ -807,21 +746,6 @@ class _State(msgspec.Struct, kw_only=True):
     trials: list[TrialEntry]
     settled: bool
     current: TuningPoint
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """The most promising point.
-
-    Attributes:
-        point: The point, or ``None`` if none is affordable.
-        gain: Its expected improvement, as a share of the best step time.
-        gain_anywhere: The same for the most promising point of all, affordable or not.
-    """
-
-    point: TuningPoint | None
-    gain: float
-    gain_anywhere: float
 
 
 def prepare() -> None:
@@ -837,53 +761,35 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
-def propose(space: SearchSpace, trials: Sequence[TrialEntry], *, affordable: float = math.inf) -> Proposal:
+def propose(space: SearchSpace, trials: Sequence[TrialEntry]) -> tuple[TuningPoint | None, float]:
     """Propose the point to measure next. Deterministic.
 
     Args:
         space: The points to search.
-        trials: All trials, in any order; a point may occur several times. At least one has sizes.
-        affordable: How much slower than the best known point the next may probably be, as a share of its step time.
+        trials: All trials, each at another point, in any order. At least one has sizes.
+
+    Returns:
+        The most promising point, or ``None`` if there is no other; its expected improvement, as a share of the best
+            step time.
 
     Raises:
         OptionError: If no trial is at a point with sizes.
     """
-    merged = _merged(trial for trial in trials if not trial.point.is_plain_ddp)
-    if not merged:
+    tried = {trial.point: trial.step_time for trial in trials if not trial.point.is_plain_ddp}
+    if not tried:
         raise OptionError("trials", trials, "at least one of a point with sizes")
     ddp = min((trial.step_seconds for trial in trials if trial.point.is_plain_ddp), default=math.inf)
-    best = min(ddp, *(seconds for seconds, _ in merged.values()))
-    targets = {point: -min(math.log(seconds / best), _WORST) for point, (seconds, _) in merged.items()}
-    near = [point for point, target in targets.items() if target >= -_NOT_BAD]
-    near = near or [max(targets, key=targets.__getitem__)]
-    away = {
-        point: min(distance(point, other) for other in near)
-        for point in space.points(octaves=_OCTAVES)
-        if point not in merged
-    }
-    if not away:
-        return Proposal(None, 0.0, 0.0)
-    # All trials may be outside the space, or on the far side of a gap in it.
-    reach = max(_REACH, min(away.values()) + _OCTAVES)
-    candidates = [point for point, octaves in away.items() if octaves <= reach]
-    limit = math.log1p(affordable) if affordable > 0 else 0.0
-    errors = [error / seconds for seconds, error in merged.values()]
-    gains, probably_lost = _improvements(space, targets, errors, candidates, -math.log(ddp / best))
-    within = [gain if lost <= limit else -1.0 for gain, lost in zip(gains, probably_lost, strict=True)]
-    chosen = max(range(len(candidates)), key=within.__getitem__)
-    if within[chosen] < 0:
-        return Proposal(None, 0.0, max(gains))
-    return Proposal(candidates[chosen], within[chosen], max(gains))
-
-
-def _merged(trials: Iterable[TrialEntry]) -> dict[TuningPoint, tuple[float, float]]:
-    """One mean and error for each point; each measurement is weighted by its precision."""
-    sums: dict[TuningPoint, tuple[float, float]] = {}
-    for trial in trials:
-        weight = max(trial.error_seconds, 1e-9 * trial.step_seconds) ** -2
-        total, weights = sums.get(trial.point, (0.0, 0.0))
-        sums[trial.point] = total + weight * trial.step_seconds, weights + weight
-    return {point: (total / weights, weights**-0.5) for point, (total, weights) in sums.items()}
+    fastest = min(tried, key=lambda point: tried[point].seconds)
+    best = min(ddp, tried[fastest].seconds)
+    candidates = [p for p in space.points(octaves=_OCTAVES) if p not in tried and distance(p, fastest) <= _REACH]
+    if not candidates:
+        return None, 0.0
+    targets = {point: -min(math.log(time.seconds / best), _WORST) for point, time in tried.items()}
+    gains = _improvements(
+        space, targets, [time.error / time.seconds for time in tried.values()], candidates, -math.log(ddp / best)
+    )
+    chosen = max(range(len(candidates)), key=gains.__getitem__)
+    return candidates[chosen], gains[chosen]
 
 
 def _improvements(
@@ -892,8 +798,8 @@ def _improvements(
     errors: Sequence[float],
     candidates: Sequence[TuningPoint],
     ceiling: float,
-) -> tuple[list[float], list[float]]:
-    """Expected improvement and probable loss of each candidate, in logarithms of the step time."""
+) -> list[float]:
+    """Expected improvement of each candidate, in logarithms of the step time."""
     import numpy as np
     from bayes_opt.acquisition import ExpectedImprovement
     from sklearn.gaussian_process import GaussianProcessRegressor
@@ -918,5 +824,5 @@ def _improvements(
     # Relative to the best expected value of the tried points.
     improvement.y_max = max(float(process.predict(known).max()), (ceiling - middle) / spread)  # type: ignore[assignment]
     mean, deviation = process.predict(octaves(candidates), return_std=True)
-    gains, lost = spread * improvement.base_acq(mean, deviation), -(middle + spread * (mean - deviation))
-    return gains.tolist(), lost.tolist()
+    gains: list[float] = (spread * improvement.base_acq(mean, deviation)).tolist()
+    return gains

@@ -17,7 +17,7 @@ The time of an all-reduce of ``s`` bytes is modelled as ``alpha + beta * s`` sec
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_bytescheduler.checks import (
@@ -186,39 +186,21 @@ class SearchSpace:
         return SearchSpace(credits=(min(self.credits[0], credit), max(self.credits[1], credit)), partitions=partitions)
 
     @property
+    def tunes_credit(self) -> bool:
+        """Whether there is more than one credit."""
+        return self.credits[0] < self.credits[1]
+
+    @property
     def tunes_partitions(self) -> bool:
         """Whether there is more than one partition size."""
         return self.partitions[0] < self.partitions[1]
-
-    def goes_on_in(self, other: SearchSpace, *, given: Collection[str]) -> bool:
-        """Whether a search made in the space ``other`` may continue in this space.
-
-        Sizes that the user did not choose follow a probe of the link, which never gives the same figures twice. So does
-        the space around them. A search that required the same space would never continue. Only sizes that the user
-        chose have to agree.
-
-        Args:
-            other: The space in which the search was made.
-            given: Which of ``"credits"`` and ``"partitions"`` the user chose. If that size is not tuned, both spaces
-                have to agree on it.
-        """
-        for name in ("credits", "partitions"):
-            (low, high), theirs = getattr(self, name), getattr(other, name)
-            is_tuned = low < high
-            if is_tuned != (theirs[0] < theirs[1]) or (name in given and not is_tuned and (low, high) != theirs):
-                return False
-        return True
 
     def __contains__(self, point: object) -> bool:
         if not isinstance(point, TuningPoint) or point.is_plain_ddp:
             return False
         credit, partition = point.sizes
-        return (
-            self.credits[0] <= credit <= self.credits[1]
-            and self.partitions[0] <= partition <= self.partitions[1]
-            and (credit % ALIGNMENT == 0 or credit in self.credits)
-            and (partition % ALIGNMENT == 0 or partition in self.partitions)
-        )
+        (least, most), (low, high) = self.credits, self.partitions
+        return least <= credit <= most and low <= partition <= high
 
     def points(self, *, octaves: float = 0.25) -> tuple[TuningPoint, ...]:
         """All points of a grid, including both ends of each range.
@@ -291,6 +273,7 @@ _SERVERS_PARTITIONS_PER_MODEL = 128
 _SERVERS_PARTITION_SECONDS = 0.0075  # of an all-reduce
 _BUCKETS_PER_MODEL = 64
 _MOST_PARTITIONS_IN_CREDIT = 4
+_LEAST_BETA = 1e-12  # where a difference of sizes cannot be measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -330,8 +313,13 @@ class LinkEstimate:
         large = min(samples, key=lambda sample: (-sample[0], sample[1]), default=(0, 0.0))
         if small[0] == large[0]:
             raise OptionError("samples", list(samples), "measured at two different sizes at least")
-        beta = max((large[1] - small[1]) / (large[0] - small[0]), 1e-12)
+        beta = max((large[1] - small[1]) / (large[0] - small[0]), _LEAST_BETA)
         return cls(alpha=max(small[1] - beta * small[0], 1e-6), beta=beta)
+
+    @property
+    def at_rate(self) -> str:
+        """For example `` at 100 MB/s``; empty if more bytes took no longer, as with a tiny model."""
+        return f" at {1e-6 / self.beta:.0f} MB/s" if self.beta > _LEAST_BETA else ""
 
     def seconds(self, size: float) -> float:
         """Predicted time of an all-reduce of ``size`` bytes."""
