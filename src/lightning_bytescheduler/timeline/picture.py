@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 from lightning_bytescheduler.checks import importing
@@ -22,15 +21,12 @@ from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline.timeline import (
     COMMUNICATION,
     COMPUTE,
-    GATE,
     STEP,
     Cover,
     Interval,
     Span,
     Trace,
     TraceSummary,
-    covered,
-    intersection,
     intervals,
     length,
     read_timeline,
@@ -182,8 +178,8 @@ def draw_timeline(
         trace: What to draw; see ``read_timeline``.
         out: The file to write. Its suffix names the format (png, svg, pdf, ...); parent directories are
             created.
-        steps: First step to draw, and the one after the last, as in ``range``. By default three steady steps of the
-            kind that most steps are of, around the middle of the trace.
+        steps: First step to draw, and the one after the last, as in ``range``. By default three from the middle of
+            those of the kind that most steps are of.
 
     Raises:
         ImportError: If matplotlib is not installed; the message names the extra to install.
@@ -216,30 +212,12 @@ def _choose(trace: Trace, asked: tuple[int, int] | None) -> tuple[list[int], Int
     if asked is not None:
         chosen = among(known, asked, "steps")
     else:
-        chosen = _typical(known, trace, {step: end - start for step, (start, end) in bounds.items()})
+        kinds = trace.kinds()
+        of_kind = Counter(kinds.get(step) for step in known).most_common(1)[0][0]
+        usual = [step for step in known if kinds.get(step) == of_kind]
+        first = known.index(usual[max((len(usual) - _STEPS_SHOWN) // 2, 0)])
+        chosen = known[first : first + _STEPS_SHOWN]
     return chosen, (bounds[chosen[0]][0], bounds[chosen[-1]][1])
-
-
-def _typical(known: Sequence[int], trace: Trace, durations: Mapping[int, float]) -> list[int]:
-    """Up to three consecutive steps of the commonest kind, of typical length, near the middle."""
-    kinds = trace.kinds()
-    counts = Counter(kinds.get(step, "") for step in known)
-    most = max(counts, key=lambda kind: (counts[kind], kind == "overlapped"))
-    # A wait outside of a pass is no part of a step: it is a validation, a checkpoint, or other code that reads weights.
-    passes = covered(trace.select(COMPUTE))
-    odd = {gate.step for gate in trace.select(GATE) if not intersection(passes, intervals([gate]))}
-    odd |= {step for step in known if kinds.get(step, "") != most}
-    usual = median([durations[step] for step in known if step not in odd] or durations.values())
-    size = min(_STEPS_SHOWN, len(known))
-    runs = [known[at : at + size] for at in range(len(known) - size + 1)]
-    least = min(len(odd.intersection(run)) for run in runs)
-    runs = [run for run in runs if len(odd.intersection(run)) == least]
-
-    def unsteadiness(at: int) -> tuple[float, int]:
-        deviation = sum(abs(durations[step] - usual) for step in runs[at]) / usual
-        return round(deviation, 2), abs(at - len(runs) // 2)  # rounded, so that the middle of equal ones wins
-
-    return list(runs[min(range(len(runs)), key=unsteadiness)])
 
 
 def _clip(trace: Trace, window: Interval) -> Trace:
@@ -373,7 +351,7 @@ def _bars(ax: Axes, times: Sequence[Interval], colour: str, label: str = "") -> 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     parser.add_argument("file", metavar="FILE", help="what a training with timeline=FILE wrote")
-    add_picture(parser, "a few steps", of="steps", default="three typical ones")
+    add_picture(parser, "a few steps", of="steps", default="three in the middle")
 
 
 def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]]]:

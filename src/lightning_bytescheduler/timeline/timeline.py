@@ -490,21 +490,14 @@ def read_timeline(path: str | os.PathLike[str]) -> Trace:
     timed: list[tuple[_Read, float]] = []  # and their ends
     for event in events:
         if event.ph == "b":
-            if opened.setdefault((event.cat, event.id), event) is not event:
-                _refuse(path, f"the id {event.id!r} is taken twice")
-        elif event.ph == "e":
-            opening = opened.pop((event.cat, event.id), None)
-            if opening is None:
-                _refuse(path, f"the span with the id {event.id!r} ends, and has not begun")
+            opened[event.cat, event.id] = event
+        elif event.ph == "e" and (opening := opened.pop((event.cat, event.id), None)) is not None:
             timed.append((opening, event.ts))
         elif event.ph == "X":
             timed.append((event, event.ts + event.dur))
-    if opened:
-        _refuse(path, f"{len(opened)} of its spans never end")
     origin = min((event.ts for event, _ in timed), default=0.0)
-    for event, end in timed:
-        if end < event.ts or event.tid not in lanes:
-            _refuse(path, f"the span {event.name!r} ends before it starts, or is on no lane")
+    if opened or any(event.tid not in lanes for event, _ in timed):
+        _refuse(path, "some of its spans never end, or are on no lane")
     spans = [
         Span(
             name=event.name,
