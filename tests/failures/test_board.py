@@ -64,7 +64,6 @@ def until(condition: Callable[[], object]) -> None:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that lives is not silent, and waits end because of what they wait for, however busy the machine is."""
     monkeypatch.setattr(board_module, "_LINGER_S", 2 * PATIENCE_S)
-    monkeypatch.setattr(board_module, "_LOCATE_S", PATIENCE_S)
 
 
 @pytest.fixture
@@ -262,7 +261,6 @@ def test_a_timeout_names_a_rank_that_has_vanished(
     board: MakeBoard, store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(board_module, "NATIVE_S", 1.0)
-    monkeypatch.setattr(board_module, "_LOCATE_S", 1.0)
     store.set("signs/1", standstill.Sign(beat=3).encode())
     found = board(0).explain(LATE)
     assert str(found).startswith("Rank 1 failed: it shows no sign of life; here that broke: ")

@@ -20,6 +20,7 @@ from lightning_bytescheduler.failures import board, rendezvous
 from lightning_bytescheduler.failures.board import connected
 from lightning_bytescheduler.failures.messages import names_of
 from lightning_bytescheduler.failures.rendezvous import Introduction, Meeting, hold_roll_call, require_alike
+from lightning_bytescheduler.failures.standstill import Sign
 from tests.support.rank_pool import free_port
 from tests.support.waiting import until
 
@@ -257,7 +258,6 @@ def test_what_to_look_at_is_said_where_connecting_takes_long(
     hangs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(board, "_CONNECTING_S", 0.0 if hangs else 600.0)
-    monkeypatch.setattr(board, "NATIVE_S", 0.0)
 
     def hints() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "bytescheduler-connecting"]
@@ -277,13 +277,12 @@ def test_what_to_look_at_is_said_where_connecting_takes_long(
 
 
 def test_a_rank_that_dies_while_ranks_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "_CONNECTING_S", 0.0)
-    monkeypatch.setattr(board, "NATIVE_S", 0.0)
+    monkeypatch.setattr(board, "NATIVE_S", 0.5)
     with (
         pytest.raises(RankFailedError, match="Rank 1 failed: it shows no sign of life") as found,
         connected(dist.HashStore(), "10.0.0.1", 29500, rank=0, world_size=2) as watching,
     ):
-        until(lambda: watching.fault is not None)
+        until(lambda: watching._store.set("signs/1", Sign(beat=1).encode()) or watching.fault)
     assert found.value.rank == 1
 
 

@@ -1,20 +1,16 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
-from lightning_bytescheduler.exceptions import RankFailedError, RanksDifferError, SchedulerTimeoutError
+from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError
 from lightning_bytescheduler.failures import rendezvous as store_module
 from lightning_bytescheduler.failures.messages import FaultNotice
 from lightning_bytescheduler.failures.rendezvous import Meeting, StorePresence, connect_to_store, open_board
@@ -100,9 +96,9 @@ def test_after_a_failure_ranks_wait_for_one_another(store: dist.TCPStore, monkey
         open_board(store, presence, rank=0, world_size=2)
 
 
-def meet(store: dist.Store, rank: int, *, world_size: int, timeout: float, **options: Any) -> dist.Store:
+def meet(store: dist.Store, rank: int, *, world_size: int, timeout: float) -> dist.Store:
     meeting = Meeting(rank=rank, world_size=world_size, strategy="bytescheduler", timeout=timeout)
-    return meeting.on(store, **options)
+    return meeting.on(store)
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -129,21 +125,3 @@ def test_ranks_do_not_go_on_with_the_name_of_a_start_that_is_gone(store: dist.TC
         meet(store, 1, world_size=2, timeout=0.1)
     with pytest.raises(SchedulerTimeoutError, match="ranks 1, 2, 3 of 4 did not join"):
         meet(store, 0, world_size=4, timeout=0.1)
-
-
-@pytest.mark.parametrize("plain", [0, 1])
-def test_a_rank_with_a_plain_process_group_is_waited_for_until_the_third_hint(
-    plain: int, store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for name, value in {**place, "RANK": str(plain), "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "0"}.items():
-        monkeypatch.setenv(name, value)
-    makes = "import torch.distributed as dist; dist.init_process_group('gloo')"
-    process = subprocess.Popen([sys.executable, "-c", makes])
-    try:
-        of_agent = next(rendezvous("env://", rank=1 - plain, world_size=2))[0]
-        with pytest.raises(RanksDifferError, match=f"Rank {plain} has waited .* as with strategy='ddp'"):
-            meet(of_agent, 1 - plain, world_size=2, timeout=90.0, patience=1.0)
-    finally:
-        process.kill()
-        process.wait()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.faults.ranks import Nursery
 from tests.faults.test_apart import Case, check, run
 
@@ -28,22 +26,6 @@ def test_other_options_and_variables_are_an_error_on_every_rank(nursery: Nursery
     assert [rank.code for rank in noted] == [0, 0], noted[0].log
     assert "not the same on all ranks: BYTESCHEDULER_DEBUG is 0 on rank 0 (" in noted[0].log
     check(outer, "RanksDifferError: ", "inner_steps is 2 on rank 0 (", ", but 4 on rank 1 (")
-
-
-@pytest.mark.slow
-def test_a_rank_with_plain_ddp_ends_all_with_the_third_hint(nursery: Nursery, tmp_path: Path) -> None:
-    strategies = ("bytescheduler", "diloco")
-    cases: list[Case] = [
-        ({"strategy": strategy, "warn_after": 1.0}, {plain: {"strategy": "ddp", "timeout": 20.0}})
-        for plain, strategy in enumerate(strategies)
-    ]
-    for plain, ranks in enumerate(run(nursery, tmp_path, *cases)):
-        waiting = ranks[1 - plain]
-        assert [rank.code for rank in ranks] == [1, 1], waiting.log
-        hint = ("rank 1 of 2 has been waiting for ", "rank 1 of 2 did not join this training within ")[plain]
-        assert f"bytescheduler: {hint}" in waiting.log, waiting.log
-        assert f"RanksDifferError: Rank {plain} has waited for " in waiting.log
-        assert "in a process group of its own, as with strategy='ddp'" in waiting.log
 
 
 def test_a_rank_that_is_not_there_is_named_while_ranks_look_for_each_other(nursery: Nursery, tmp_path: Path) -> None:

@@ -72,9 +72,8 @@ _HURRIES = 5  # times as often it looks while another thread waits for the other
 _LINGER_S = 2.0
 _GOODBYE_S = 5.0
 _STOP_S = 2.0
-_LOCATE_S = 1.0
 _DIAGNOSE_S = 3.0
-_CONNECTING_S = 5.0  # between two looks at ranks that connect
+_CONNECTING_S = 30.0  # until it is said what to look at
 _ASKED_S = 1.0  # for which the thread looks at the others after it was asked whether they may answer
 NATIVE_S = 20.0
 """For which a rank that is busy in native code may show no sign of life, in seconds."""
@@ -255,8 +254,8 @@ class FaultBoard:
         self._store_lost = False
         self._ready_to_leave = False  # knows of the failure, or leaves in order
         self._left = False  # has told that it leaves
-        # When a thread last asked whether the others may answer, and for how long a rank may show no sign of life.
-        self._asked = -math.inf, 2 * NATIVE_S
+        # For how long a rank may show no sign of life, as threads ask, and until when each is heeded.
+        self._silences: dict[float, float] = {}
         self._askers = 0  # threads that wait for what the watcher learns
         self._urgent = False
         self._closing = False
@@ -372,13 +371,14 @@ class FaultBoard:
         self.look_after_others(2 * NATIVE_S)
         return None
 
-    def look_after_others(self, silence: float) -> None:
-        """Have the board's thread look at the other ranks for a second, and take those for dead that are silent.
+    def look_after_others(self, silence: float, *, seconds: float = _ASKED_S) -> None:
+        """Have the board's thread look at the other ranks for a while, and take those for dead that are silent.
 
         Args:
-            silence: How long they must have shown no sign of life, in seconds.
+            silence: How long they must have shown no sign of life, in seconds. The shortest of several counts.
+            seconds: For how long it looks.
         """
-        self._asked = time.monotonic(), silence
+        self._silences[silence] = time.monotonic() + seconds
 
     def take_over(self) -> None:
         """Note that the training thread is back with a failure, and will end by itself."""
@@ -434,7 +434,7 @@ class FaultBoard:
             error: What the collective raised.
             timeout: Longest wait for a notice, or for proof that a rank shows no sign of life, in seconds.
             silence: How long a rank must have shown no sign of life, in seconds. Where no connection has broken, it
-                should be more than five beats.
+                should be more than five beats, and nothing is found out once all ranks are seen to live.
 
         Returns:
             A :class:`RankFailedError` that names the rank if it is known, with ``error`` as its cause.
@@ -442,13 +442,16 @@ class FaultBoard:
         if isinstance(error, RankFailedError):
             return error
         deadline = time.monotonic() + max(timeout, 8 * self._period, silence + 3 * self._period)
+        known_at = math.inf  # when all ranks were first looked at
         broken = f"here that broke: {brief(error)}"
         with self._asking():
             while self.fault is None and not self._store_lost:
+                if self._signs.standings():
+                    known_at = min(known_at, time.monotonic())
                 silent = self._signs.silent(silence)
                 if len(silent) == 1 or (silent and time.monotonic() >= deadline):
                     self._bury(silent, broken)
-                elif not self._within(deadline):
+                elif (silence and self._signs.all_live(known_at)) or not self._within(deadline):
                     break
             if self.fault is None and self._store_lost:
                 self._learn(FaultNotice.of(store_gone(broken), by=self.rank))
@@ -502,24 +505,16 @@ class FaultBoard:
         """The other ranks that have not left."""
         return set(self._others) - self._signs.left
 
-    def _vanished(self, asked: bool) -> list[int]:
-        """Ranks that came, and have shown no sign of life for long: while a thread asked, or the training waited."""
-        silent = self._signs.silent(self._asked[1] if asked else _VANISHED * NATIVE_S)
+    def _vanished(self, silence: float | None) -> list[int]:
+        """Ranks that came, and have shown no sign of life for long: as threads ask, or while the training waits."""
+        silent = self._signs.silent(_VANISHED * NATIVE_S if silence is None else silence)
         return [rank for rank in silent if rank in self._signs.standings()]
 
     def _locate(self, error: BaseException) -> BaseException:
         """Name a rank that has vanished without breaking a connection; if all live, say what each is doing."""
         if _WHERE in str(error):
             return error
-        deadline = time.monotonic() + _LOCATE_S
-        with self._asking():
-            while self.fault is None and not self._signs.standings() and self._within(deadline):
-                pass
-            since, deadline = time.monotonic(), time.monotonic() + _LOCATE_S
-            while self.fault is None and self._signs.quiet(since) and self._within(deadline):
-                pass
-            quiet = self._signs.quiet(since)
-        found = self.diagnose(error, silence=NATIVE_S) if quiet or self.fault is not None else error
+        found = self.diagnose(error, silence=NATIVE_S)
         if isinstance(found, RankFailedError):
             return found
         with self._changed:
@@ -613,8 +608,11 @@ class FaultBoard:
                 stop.look()
             notice = self._exchange_notices()
             leaves = self._ready_to_leave
-            asked = bool(self._askers) or time.monotonic() - self._asked[0] < _ASKED_S
-            standstill = self._signs.beat(self._stand(), left=leaves, examine=asked)
+            now = time.monotonic()
+            silence = min((each for each, until in list(self._silences.items()) if now < until), default=None)
+            standstill = self._signs.beat(
+                self._stand(), left=leaves, wanted=silence is not None, examine=bool(self._askers)
+            )
             self._left = leaves
         except RuntimeError:
             self._lose_store()
@@ -624,7 +622,7 @@ class FaultBoard:
                 self._learn(notice)
             elif standstill is not None and self._notice is None and self._outgoing is None:
                 self._find(RanksDivergedError(standstill))
-            elif self._notice is None and self._outgoing is None and (silent := self._vanished(asked)):
+            elif self._notice is None and self._outgoing is None and (silent := self._vanished(silence)):
                 self._bury(silent)
 
     def _stand(self) -> Standing:
@@ -709,22 +707,12 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
         RankFailedError: If another rank has failed. A rank that does not come back from torch is ended.
     """
     board = FaultBoard.open(rank=rank, world_size=world_size, store=store)
-    over, began = threading.Event(), time.monotonic()
-
-    def look_after() -> None:
-        hinted = False
-        while not over.wait(_CONNECTING_S):
-            broken = RuntimeError("the connections between the ranks")
-            if isinstance(board.diagnose(broken, silence=NATIVE_S), RankFailedError) or over.is_set():
-                return
-            if not hinted and rank == 0:
-                log.warning(connection_hint(world_size, host, port, time.monotonic() - began))
-                hinted = True
-
-    looker = threading.Thread(target=look_after, name="bytescheduler-connecting", daemon=True)
-    looks = rank < 2  # for all, and one for the other
-    if looks:
-        looker.start()
+    if rank < 2:  # for all, and one for the other
+        board.look_after_others(NATIVE_S, seconds=math.inf)
+    hint = threading.Timer(_CONNECTING_S, log.warning, [connection_hint(world_size, host, port)])
+    hint.name, hint.daemon = "bytescheduler-connecting", True
+    if rank == 0:
+        hint.start()
     try:
         yield board
         if board.fault is not None:
@@ -740,10 +728,8 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
             raise
         raise cause from error
     finally:
-        over.set()
+        hint.cancel()
         board.close()
-        if looks:
-            looker.join(_STOP_S)
 
 
 def _no_sign_of_life(silent: Sequence[int]) -> str:

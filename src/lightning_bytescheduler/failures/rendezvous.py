@@ -57,9 +57,7 @@ _TIMEOUT = timedelta(seconds=15)
 _REUNION_S = 8.0  # longer than a rank that did not notice a failure is left alive
 _SHORTEST_S, _LONGEST_S = 0.002, 0.05  # between two looks
 _PLACE = "bytescheduler-incarnation"
-_PLAIN = "default_pg/0//cpu//0/{}"  # where torch's own process group keeps a gloo rank's address
 _WARN_S = 30.0  # until missing ranks are named
-_LAST_HINT = 4  # times that, until a rank with a plain process group is given up
 _ROLL_CALL_S = 0.25  # at most, between two looks
 _CONNECT_S = 2.0
 _FAREWELL_S = 2.0
@@ -410,49 +408,37 @@ class Meeting:
                 raise
             raise store_gone(f"the ranks looked for each other at {host}:{port} ({error})") from error
 
-    def on(self, store: dist.Store, *, patience: float | None = None) -> dist.Store:
+    def on(self, store: dist.Store) -> dist.Store:
         """Meet at a store.
 
         Args:
             store: The job's.
-            patience: Longest wait for a rank that has made a process group without meeting the others, in seconds;
-                until the third hint if left out.
 
         Returns:
             A part of the store that no earlier start has written to.
 
         Raises:
             SchedulerTimeoutError: If ranks do not come in time; names them.
-            RanksDifferError: If ranks run something else, such as plain DDP.
+            RanksDifferError: If ranks run other strategies of this package.
         """
         place = dist.PrefixStore(_PLACE, store)
-        own, began = uuid.uuid4().hex, time.monotonic()
+        own = uuid.uuid4().hex
         unconfirmed = set(range(1, self.world_size)) if self.rank == 0 else set()
-        patience = _LAST_HINT * _WARN_S if patience is None else patience
 
-        def failure() -> RanksDifferError | None:
+        def confirm() -> None:
             for other in [r for r in unconfirmed if place.check([f"{own}/{r}"])]:
                 place.set(f"{own}/confirmed/{place.get(f'{own}/{other}').decode()}", "")
                 unconfirmed.remove(other)
-            waited = time.monotonic() - began
-            others = [r for r in range(self.world_size) if r != self.rank and waited >= patience]
-            plain = [r for r in others if store.check([_PLAIN.format(r)])]
-            if not plain:
-                return None
-            return RanksDifferError(
-                f"Rank {plain[0]} has waited for {waited:.0f} s in a process group of its own, as with "
-                f"strategy='ddp', and rank {self.rank} runs another strategy. Give all ranks the same one."
-            )
 
         if self.rank == 0:
             place.set("name", own)
-        met = dist.PrefixStore(own if self.rank == 0 else self._confirmed_name(place, own, failure), store)
+        met = dist.PrefixStore(own if self.rank == 0 else self._confirmed_name(place, own), store)
         introductions = hold_roll_call(
             dist.PrefixStore("meeting", met),
             Introduction(rank=self.rank, facts={"strategy": self.strategy}),
             world_size=self.world_size,
             timeout=self.timeout,
-            failure=failure,
+            failure=confirm,
         )
         met.set(f"read/{self.rank}", "")
         try:
@@ -476,7 +462,7 @@ class Meeting:
                 socket.create_connection((host, port), timeout=_CONNECT_S).close()
                 return
 
-    def _confirmed_name(self, place: dist.Store, own: str, failure: Callable[[], BaseException | None]) -> str:
+    def _confirmed_name(self, place: dist.Store, own: str) -> str:
         """The name that rank 0 has confirmed to this rank, whose word is ``own``."""
 
         def who_is_missing(waited: float) -> tuple[str, bool]:
@@ -486,7 +472,7 @@ class Meeting:
             ), self.rank == 1
 
         name = ""
-        for _ in self._looks(who_is_missing, failure):
+        for _ in self._looks(who_is_missing):
             if place.check(["name"]):
                 read = place.get("name").decode()
                 if read != name:
@@ -496,25 +482,20 @@ class Meeting:
                     break
         return name
 
-    def _looks(
-        self, who_is_missing: _Missing, failure: Callable[[], BaseException | None] = lambda: None
-    ) -> Iterator[float]:
-        return _patient_looks(who_is_missing, timeout=self.timeout, failure=failure)
+    def _looks(self, who_is_missing: _Missing) -> Iterator[float]:
+        return _patient_looks(who_is_missing, timeout=self.timeout, failure=lambda: None)
 
 
-def connection_hint(world_size: int, host: str, port: int, waited: float) -> str:
+def connection_hint(world_size: int, host: str, port: int) -> str:
     """What to look at if connecting takes long, as torch waits without a word.
 
     Args:
         world_size: How many ranks there are.
         host: Where they have met.
         port: Its port.
-        waited: For how long they have been connecting, in seconds.
     """
-    return (
-        f"bytescheduler: all {world_size} ranks have met at {host}:{port}, and have been connecting to each other for "
-        f"{waited:.0f} s. {_INTERFACE}"
-    )
+    met = f"bytescheduler: all {world_size} ranks have met at {host}:{port}, and are still connecting to each other."
+    return f"{met} {_INTERFACE}"
 
 
 def explain_connection(error: Exception, rank: int, host: str, port: int) -> Exception:

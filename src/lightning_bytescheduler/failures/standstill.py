@@ -397,20 +397,24 @@ class VitalSigns:
         self._rank = rank
         self._others = others
         self._period = period
-        self._every = max(_LOOK_S, len(others) / 64)  # spares the store's host when there are many ranks
+        # Spares the store's host when there are many ranks.
+        self._every = min(max(_LOOK_S, len(others) / 64), _STALL_S / 2)
         self._told = _Seen(Sign(), 0.0, 0.0)
         self._came: list[int] = []  # the others that have given a sign
         self._looked_at = 0.0
         self._seen: dict[int, _Seen] = {}
         self.left: set[int] = set()
 
-    def beat(self, standing: Standing, *, left: bool = False, examine: bool = False) -> str | None:
+    def beat(
+        self, standing: Standing, *, left: bool = False, wanted: bool = False, examine: bool = False
+    ) -> str | None:
         """Show that this rank is alive and where it stands. Look at the others if it has waited for a while.
 
         Args:
             standing: Where this rank stands.
             left: Whether it leaves.
-            examine: Look at the others in any case.
+            wanted: Look at the others now and then, even if it does not wait.
+            examine: Look at the others at once.
 
         Returns:
             How the ranks wait for each other forever, if they do; see :func:`find_standstill`.
@@ -419,10 +423,10 @@ class VitalSigns:
         self._told = _next(self._told, Sign(beat=self._told.sign.beat + 1, standing=standing, left=left), now)
         self._store.set(f"signs/{self._rank}", self._told.sign.encode())
         waits = standing.waits and now >= self._told.still_since + _CURIOUS_S
-        if examine or (waits and now >= self._looked_at + self._every):
+        if examine or ((waits or wanted) and now >= self._looked_at + self._every):
             self._examine(now)
             return self._standstill(now) if waits else None
-        if not waits:
+        if not waits and not wanted:
             self._seen = {}
         return None
 
@@ -438,9 +442,9 @@ class VitalSigns:
             if not seen.sign.left and self._looked_at - seen.alive_at > patience
         ]
 
-    def quiet(self, since: float) -> list[int]:
-        """Ranks that have shown no sign of life since then, but for those that have left in order."""
-        return [rank for rank, seen in self._seen.items() if not seen.sign.left and seen.alive_at <= since]
+    def all_live(self, since: float) -> bool:
+        """Whether all other ranks have shown a sign of life since then, or have left in order."""
+        return all(seen.sign.left or (seen.sign.beat and seen.alive_at > since) for seen in self._seen.values())
 
     def standings(self) -> dict[int, Standing]:
         """Where all ranks last said that they stand; empty if no other rank's place is known."""
