@@ -24,7 +24,6 @@ import os
 import ssl
 import stat
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SAID_EVERY = 60.0  # seconds between two log lines about refusals for one reason
 _START_SECONDS = 60.0
 _STOP_SECONDS = 90.0  # the coordinator saves its last state
 _SHUTDOWN_SECONDS = 2.0  # for running requests
@@ -55,31 +53,22 @@ class Refusals:
     """Counts refused clients, by reason. For any thread.
 
     Reasons are words of this package, never from a client, so that there are few.
-
-    Args:
-        clock: Returns monotonic seconds.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {}
-        self._said: dict[str, float] = {}
-        self._clock = clock
 
     def count(self, reason: str, *, who: str = "") -> None:
-        """Count a refusal. Log it unless one with the same reason was logged within a minute.
+        """Count a refusal. Log the first for its reason, the tenth, the hundredth, and every thousandth.
 
         Args:
             reason: The reason, in a word.
             who: The client's address or the worker's name, for the log.
         """
-        now = self._clock()
         with self._lock:
             self._counts[reason] = count = self._counts.get(reason, 0) + 1
-            is_news = now - self._said.get(reason, -_SAID_EVERY) >= _SAID_EVERY
-            if is_news:
-                self._said[reason] = now
-        if is_news:
+        if count in (1, 10, 100) or count % 1000 == 0:
             log.warning("Refused%s: %s (%d so far for this reason).", f" {who[:100]}" if who else "", reason, count)
 
     def counts(self) -> dict[str, int]:
