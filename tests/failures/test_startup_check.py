@@ -276,13 +276,19 @@ def test_what_to_look_at_is_said_where_connecting_takes_long(
     )
 
 
+def dies(watching: board.FaultBoard) -> bool:
+    """Another rank has given one sign of life, and gives no other."""
+    watching._store.set("signs/1", Sign(beat=1).encode())
+    return watching.fault is not None
+
+
 def test_a_rank_that_dies_while_ranks_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "NATIVE_S", 0.5)
     with (
         pytest.raises(RankFailedError, match="Rank 1 failed: it shows no sign of life") as found,
         connected(dist.HashStore(), "10.0.0.1", 29500, rank=0, world_size=2) as watching,
     ):
-        until(lambda: watching._store.set("signs/1", Sign(beat=1).encode()) or watching.fault)
+        until(lambda: dies(watching))
     assert found.value.rank == 1
 
 

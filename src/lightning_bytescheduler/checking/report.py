@@ -296,11 +296,6 @@ class CheckReport:
     changing_metrics: tuple[str, ...] = ()
 
     @property
-    def equal(self) -> bool:
-        """Whether both strategies trained the same, to the last bit or to rounding."""
-        return self.exit_code == 0
-
-    @property
     def exit_code(self) -> int:
         """0 if both trained the same, 1 if not, 2 if that could not be checked."""
         return _EXIT_CODES[self.verdict]
@@ -436,9 +431,6 @@ class CheckReport:
                 yield f"different at the end: {'; '.join(shown)}"
         if self.variant == "strict" and self.verdict == "different":
             yield "seen with each tensor behind a gate of its own; with larger buckets a neighbour's touch may hide it"
-
-    def __str__(self) -> str:
-        return self.text()
 
 
 def _median_ms(seconds: Sequence[float]) -> float:
