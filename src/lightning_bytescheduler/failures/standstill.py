@@ -444,7 +444,8 @@ class VitalSigns:
 
     def all_live(self, since: float) -> bool:
         """Whether all other ranks have shown a sign of life since then, or have left in order."""
-        return all(seen.sign.left or (seen.sign.beat and seen.alive_at > since) for seen in self._seen.values())
+        seen = [self._seen.get(rank) for rank in self._others]
+        return all(one and (one.sign.left or (one.sign.beat and one.alive_at > since)) for one in seen)
 
     def standings(self) -> dict[int, Standing]:
         """Where all ranks last said that they stand; empty if no other rank's place is known."""
