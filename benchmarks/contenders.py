@@ -92,7 +92,7 @@ _OURS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "as ddp": lambda _: {"mode": "ddp"},
     r"partition (\d+)": lambda size: {"partition_size": int(size)},
     r"credit (\d+)": lambda size: {"credit": int(size)},
-    r"((?:bf16|fp16|int8|int4|onebit|topk|powersgd)\b.*)": lambda wire: {"compression": wire},
+    r"((?:bf16|fp16|int8|int4|onebit|topk|powersgd|auto)\b.*)": lambda wire: {"compression": wire},
     # The first layers of the forward pass of an emulated network; the others travel as they are.
     r"first (\d+) layers int4": lambda count: {"compression": {f"layers.{n}.*": "int4" for n in range(int(count))}},
     r"(\d+) servers": lambda servers: {"servers": int(servers)},

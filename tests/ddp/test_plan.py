@@ -24,17 +24,17 @@ def test_an_overlapped_plan_says_how() -> None:
     plan = OverlapPlan(
         steps="overlapped",
         gradients="reduce-scatter",
-        norm_needed_by=("gradient norm clipping",),
+        norm_needed_by=("gradient norm clipping", "fp16 loss scaling"),
         gated_at_start=("a", "b", "c", "d", "e"),
         early_readers={"EMA.on_train_batch_end": 7},
         opened_for={"torch.jit.trace": 2},
     )
     assert plan.overlapped
-    assert "reduce-scatter, norm, all-gather for gradient norm clipping" in plan.summary()
+    assert "reduce-scatter, norm, all-gather for gradient norm clipping and fp16 loss scaling" in plan.summary()
     assert "'a', 'b', 'c' and 2 more updated early" in plan.summary()
     assert repr(plan).splitlines()[1:6] == [
         "  steps overlap: gradients travel under the backward and the next forward pass",
-        "  reduce-scatter, norm, all-gather for gradient norm clipping",
+        "  reduce-scatter, norm, all-gather for gradient norm clipping and fp16 loss scaling",
         "  'a', 'b', 'c' and 2 more updated early, as reads of them cannot be seen",
         "  waited for by EMA.on_train_batch_end in 7 steps",
         "  all updated at once for torch.jit.trace, 2 times",

@@ -46,9 +46,6 @@ EFFECTS: Mapping[tuple[str, str], Effect] = {
     ("optimizer", "LBFGS"): Effect(Mode.SYNCHRONISED, "LBFGS", _OPTIMIZER, "one of the above"),
     ("optimizer", "own-step"): Effect(Mode.SYNCHRONISED, "SignDescent", _OPTIMIZER, "one of the above"),
     ("optimizer", "own-part"): Effect(Mode.SYNCHRONISED, "SignedMomentum", _OPTIMIZER, "one of the above"),
-    ("precision", "fp16-scaler"): Effect(
-        Mode.SYNCHRONISED, "fp16 loss scaling", "it looks at all gradients before a step", "`bf16-mixed`"
-    ),
     ("model", "traced"): Effect(
         Mode.PARTLY, "", "its parameters are read unseen, so they are stepped at the step", "`torch.compile`"
     ),
@@ -81,7 +78,9 @@ EFFECTS: Mapping[tuple[str, str], Effect] = {
     ("loop", "two-optimizers"): _MANUAL,
 }
 
-NEEDS_NORMS: frozenset[tuple[str, str]] = frozenset({("clipping", "norm"), ("clipping", "norm-unreached")})
+NEEDS_NORMS: frozenset[tuple[str, str]] = frozenset(
+    {("clipping", "norm"), ("clipping", "norm-unreached"), ("precision", "fp16-scaler")}
+)
 """Values with which no update may be taken before all gradients are known: parameter servers tell that at the end."""
 
 _NO_NORMS = "parameter servers tell no norms"

@@ -1,4 +1,4 @@
-"""Norm clipping, where every update needs to know something about all gradients and overlaps still; and loss scaling.
+"""Norm clipping and fp16 loss scaling: every update needs to know something about all gradients, and overlaps still.
 
 The norm is formed from shards, so a clipped step has other bits than DDP's. The first step of a fit is synchronised, so
 a fit of two steps is one step from an identical state.
@@ -21,7 +21,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from tests.parity.checks import DDP, assert_overlapped, assert_same, assert_same_as_ddp, train_on
 from tests.parity.gate_models import Conditional
-from tests.parity.sabotage import forgets_to_clip
+from tests.parity.sabotage import blind_to_overflow, forgets_to_clip, no_gate_on_scaler
 from tests.support.compare import bit_differences
 from tests.support.fit import Outcome, Recipe, Run, differences
 from tests.support.models import Tower
@@ -101,22 +101,39 @@ def test_norm_clipping_on_more_ranks(three_ranks: RankPool) -> None:
     assert_overlaps(three_ranks, replace(recipe, steps=12))
 
 
-@pytest.mark.parametrize("trainer", [{}, pytest.param(NORM, marks=pytest.mark.slow)], ids=["unclipped", "clipped"])
-def test_fp16_loss_scaling(two_ranks: RankPool, trainer: dict[str, Any]) -> None:
-    """To the last bit, with the steps that are left out and every scale that callbacks see, in synchronised steps."""
-    model = partial(Tower, optimizer=adam)
-    recipe = Recipe(model=model, trainer=trainer, plugins=(overflowing,), callbacks=(NotesScale,), steps=30)
-    ddp, ours = assert_same_as_ddp(two_ranks, recipe, overlap=False)
+def test_fp16_loss_scaling(two_ranks: RankPool) -> None:
+    """To the last bit, with the steps that are left out."""
+    recipe = Recipe(model=partial(Tower, optimizer=adam), plugins=(overflowing,), callbacks=(NotesLastScale,), steps=30)
+    ddp, _ = assert_same_as_ddp(two_ranks, recipe, broken=blind_to_overflow)
+    assert len(ddp[0].notes) == 1
+
+
+def test_scale_is_gated(two_ranks: RankPool) -> None:
+    """Every scale that callbacks and checkpoints see."""
+    recipe = Recipe(model=Tower, plugins=(overflowing,), callbacks=(NotesScale,))
+    ddp, _ = assert_same_as_ddp(two_ranks, recipe, network="late", broken=no_gate_on_scaler)
     scales = [scale for scale, _ in ddp[0].notes]
     assert any(b < a for a, b in itertools.pairwise(scales[2:])), "no step was left out in mid-training"
-    assert ours[0].plan is not None
-    assert "fp16 loss scaling looks at all gradients before a step" in ours[0].plan.summary()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_fp16_and_clipping(two_ranks: RankPool, algorithm: str) -> None:
+    trainer = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
+    recipe = Recipe(model=Tower, trainer=trainer, plugins=(partial(scaler, init_scale=2.0**8),))
+    assert_one_step_is_ddps(two_ranks, recipe)
+    if algorithm == "value":
+        assert_same_as_ddp(two_ranks, recipe)
+    else:
+        assert_overlaps(two_ranks, recipe)
 
 
 @pytest.mark.slow
 def test_accumulation_and_schedules(two_ranks: RankPool) -> None:
     trainer = {**NORM, "accumulate_grad_batches": 2}
-    recipe = Recipe(model=partial(Tower, schedule=_halving), trainer=trainer)
+    recipe = Recipe(
+        model=partial(Tower, schedule=_halving), trainer=trainer, plugins=(partial(scaler, init_scale=64.0),)
+    )
     assert_overlaps(two_ranks, recipe)
 
 
@@ -213,6 +230,11 @@ def _every_second(parameters: Any) -> Optimizer:
 class NotesScale(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         module.notes.append((trainer.precision_plugin.scaler.get_scale(), trainer.precision_plugin.state_dict()))
+
+
+class NotesLastScale(Callback):
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        module.notes.append(trainer.precision_plugin.state_dict())
 
 
 class ReadsOnRankZero(Callback):

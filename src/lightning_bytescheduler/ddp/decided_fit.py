@@ -184,24 +184,29 @@ def names_of(module: nn.Module, parameters: Iterable[int]) -> tuple[str, ...]:
     return tuple(name for name, parameter in module.named_parameters() if id(parameter) in ids)
 
 
-LOSS_SCALING = "fp16 loss scaling looks at all gradients before a step (precision='bf16-mixed' keeps the overlap)"
-
-
-def precision_reasons(plugin: Precision) -> list[str]:
-    """Return why this plugin keeps steps from being deferred, with how to avoid it; empty if it does not."""
+def precision_reasons(plugin: Precision, optimizers: Sequence[Optimizer]) -> list[str]:
+    """Return why this plugin keeps steps from being deferred, each with how to avoid it; empty if it does not."""
     if not steps_plainly(plugin):
-        return [f"{type(plugin).__name__} has an optimizer step of its own (precision='bf16-mixed' keeps the overlap)"]
-    return [LOSS_SCALING] if scales_losses(plugin) else []
+        return [
+            f"{type(plugin).__name__} has an optimizer step or a loss scaler of its own "
+            "(precision='16-mixed' or 'bf16-mixed' keeps the overlap)"
+        ]
+    if scales_losses(plugin) and any(getattr(o, "_step_supports_amp_scaling", False) for o in optimizers):
+        return ["a fused optimizer unscales gradients in its step (fused=False keeps the overlap)"]
+    return []
 
 
-def norm_needed_by(module: pl.LightningModule) -> tuple[str, ...]:
+def norm_needed_by(module: pl.LightningModule, plugin: Precision) -> tuple[str, ...]:
     """Return what needs the norm of all gradients before an update, in words. The module has its trainer."""
     trainer = module.trainer
+    needed = []
     if is_overridden("configure_gradient_clipping", module):
-        return ("configure_gradient_clipping",)  # it may clip by norm
-    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE:
-        return ("gradient norm clipping",)
-    return ()
+        needed.append("configure_gradient_clipping")  # it may clip by norm
+    elif trainer.gradient_clip_val and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE:
+        needed.append("gradient norm clipping")
+    if scales_losses(plugin):
+        needed.append("fp16 loss scaling")
+    return tuple(needed)
 
 
 def may_drop_gradients(module: pl.LightningModule) -> bool:

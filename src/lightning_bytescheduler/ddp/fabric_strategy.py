@@ -33,13 +33,13 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.ddp.ddp_arguments import SAID_BY_THE_STRATEGY, check_hooks, check_module, check_options
 from lightning_bytescheduler.ddp.decided_fit import (
-    LOSS_SCALING,
     DecidedFit,
     FitOptions,
     FitTuning,
     open_wire,
     optimizer_reasons,
 )
+from lightning_bytescheduler.ddp.deferred_optimizer import is_enabled
 from lightning_bytescheduler.ddp.fit_report import OverlapPlan, SchedulerStatistics
 from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks, PublishesFailures, introduce, model_facts
 from lightning_bytescheduler.failures.board import FaultBoard
@@ -169,8 +169,8 @@ def _precision_reasons(plugin: FabricPrecision) -> list[str]:
     own = type(plugin).optimizer_step
     if own not in (FabricPrecision.optimizer_step, FabricMixedPrecision.optimizer_step):
         return [f"{type(plugin).__name__} has an optimizer step of its own (precision='bf16-mixed' keeps the overlap)"]
-    if isinstance(plugin, FabricMixedPrecision) and plugin.scaler is not None and plugin.scaler.is_enabled():
-        return [LOSS_SCALING]
+    if isinstance(plugin, FabricMixedPrecision) and plugin.scaler is not None and is_enabled(plugin.scaler):
+        return ["fp16 loss scaling looks at all gradients before a step (precision='bf16-mixed' keeps the overlap)"]
     return []
 
 

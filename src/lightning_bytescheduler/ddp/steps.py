@@ -73,7 +73,7 @@ from lightning_bytescheduler.ddp.deferred_optimizer import (
 )
 from lightning_bytescheduler.ddp.fit import Fit, TrainingStep
 from lightning_bytescheduler.ddp.gates import arm, can_be_gated, disarm, gate_of
-from lightning_bytescheduler.ddp.gradient_transforms import StepTransforms
+from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, StepTransforms, Unscale
 from lightning_bytescheduler.ddp.reduction import GradientBucket
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.task import CommTask
@@ -227,7 +227,8 @@ class BucketUpdate:
         trains = get_ident() == fit.record.training_thread
         with plain_mode(fit.device, due.default_dtype, for_all_threads=trains):
             transforms.apply(self.bucket)
-            step_partially(due, self.chosen)
+            if not transforms.leaves_step_out():
+                step_partially(due, self.chosen)
         fit.record.statistics.deferred_step_s += fit.record.clock() - start
         fit.record.span(f"step bucket {self.bucket.index}", STEP, start, step=self.step.number)
 
@@ -298,6 +299,11 @@ class OverlappedStep(TrainingStep):
 
     # ------------------------------------------------------------------ optimizer step
 
+    def unscale(self, optimizer: Optimizer, inverse_scale: torch.Tensor) -> Unscale | None:
+        """See :class:`TrainingStep`."""
+        with self.fit.lock:
+            return self.transforms.unscale(optimizer, inverse_scale) if self._all_closed else None
+
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> bool:
         """See :class:`TrainingStep`."""
         with self.fit.lock:
@@ -307,6 +313,16 @@ class OverlappedStep(TrainingStep):
         """See :class:`TrainingStep`."""
         with self.fit.lock:
             return self._all_closed and self.transforms.clip_value(optimizer, limit)
+
+    def scale_later(self, pending: PendingScale) -> None:
+        """See :class:`TrainingStep`."""
+        with self.fit.lock:
+            self.transforms.scale_later(pending)
+
+    def update_scale(self) -> None:
+        """See :class:`TrainingStep`."""
+        with self.fit.lock:
+            self.transforms.update_scale()
 
     def take(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
         """Defer the optimizer step of every bucket that was not read since the backward pass; take the others now.
@@ -327,7 +343,7 @@ class OverlappedStep(TrainingStep):
         with fit.lock:
             self._land()
             fit.count_whole_step(optimizer)
-            return own_step()
+            return None if self.transforms.leaves_step_out() else own_step()
 
     def _await_unseen(self) -> None:
         held = self.fit.reads.find_held() if self._all_closed else set()
@@ -364,7 +380,8 @@ class OverlappedStep(TrainingStep):
         if now:
             statistics.updates += len(now)
             with self.fit.or_torn(len(now)):
-                step_partially(due, now)
+                if not self.transforms.leaves_step_out():
+                    step_partially(due, now)
 
     # ------------------------------------------------------------------ until the next backward pass
 
@@ -397,13 +414,17 @@ class OverlappedStep(TrainingStep):
     def flush(self) -> None:
         """See :class:`TrainingStep`; on any thread."""
         if not self.fit.entered:
-            with self.fit.lock:
-                self._land()
+            self._flush()
+
+    def _flush(self) -> None:
+        with self.fit.lock:
+            self._land()
+            self.transforms.update_scale()
 
     def finish(self) -> None:
         """See :class:`TrainingStep`."""
         with self.fit.lock:
-            self._land()
+            self._flush()
             self.updates = []  # they refer back to this step; clear them to free memory at once
             self.transforms.let_go()
 
@@ -411,7 +432,7 @@ class OverlappedStep(TrainingStep):
         """See :class:`TrainingStep`."""
         # A signal handler may fork in the middle of an update, which then goes on in the parent.
         if self._all_closed and not any(update.state is UpdateState.OPENING for update in self.updates):
-            self._land()
+            self._flush()
 
     def end_forward(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """See :class:`TrainingStep`."""
@@ -447,6 +468,8 @@ class OverlappedStep(TrainingStep):
                 applied += len(update.chosen)
                 if update.state is UpdateState.DUE:
                     update.apply()
+            if self.transforms.known:
+                self.transforms.update_scale()  # a loss scale belongs to the step that updates it
         return applied, lost
 
     def close(self) -> None:
@@ -456,6 +479,7 @@ class OverlappedStep(TrainingStep):
                 update.open_gate()
                 update.state = UpdateState.DONE
             self.updates = []
+            self.transforms.discard()
             self._due = None
             if self._optimizer is not None:
                 open_state(self._optimizer)
@@ -477,6 +501,7 @@ class OverlappedStep(TrainingStep):
                 update.due = None  # it refers to the optimizer's state, whose references are counted
         if self._optimizer is not None:
             open_state(self._optimizer)
+            self.transforms.update_scale()
 
 
 def _why_whole(optimizer: Optimizer, own_step: Callable[[], Any]) -> str | None:
