@@ -403,7 +403,7 @@ print(json.dumps(found))
 """
 HEAVY = {
     *("torch", "lightning", "pytorch_lightning", "numpy", "scipy", "sklearn", "matplotlib", "pandas", "jsonargparse"),
-    *("aiohttp", "bayes_opt", "filelock", "fsspec", "platformdirs", "tenacity", "xxhash", "zstandard"),
+    *("aiohttp", "bayes_opt", "filelock", "fsspec", "platformdirs", "tenacity", "xxhash"),
 }
 
 

@@ -262,7 +262,7 @@ class Attacker:
             slice_messages.JoinTracker(worker="anna", incarnation="x"),
             slice_messages.RequestSlice(session=1, epoch=0),
             slice_messages.ReportProgress(session=1, grant=1, trained=1),
-            slice_messages.LeaveTracker(session=1),
+            slice_messages.QuarantineSlice(session=1, key="a", reason="broken"),
         ]
         call = self._chance.choice(calls)
         text = slice_messages.encode(call)

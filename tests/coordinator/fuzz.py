@@ -43,7 +43,6 @@ from lightning_bytescheduler.diloco.coordinator_protocol import run_options
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.serving import ServerAccess
 from lightning_bytescheduler.slices.make import make_slices
-from lightning_bytescheduler.slices.options import TrackerOptions
 from tests.coordinator.attacks import Attacker, Failure
 from tests.coordinator.small_worker import SmallWorker
 
@@ -108,7 +107,7 @@ def _target(folder: Path, token: str) -> Iterator[CoordinatorServer]:
     (folder / "a.txt").write_text("\n".join(f"line {number}" for number in range(400)))
     make_slices(str(folder / "a.txt"), str(folder / "slices"), slice_bytes=500)
     options = CoordinatorOptions(run=run_options(inner_steps=1000), rounds=RoundOptions(grace=_LEASE), lease=_LEASE)
-    slices = SliceRoutes([str(folder / "slices")], TrackerOptions(lease=_LEASE))
+    slices = SliceRoutes([str(folder / "slices")])
     store = StateStore(str(folder / "state"))
     with CoordinatorServer(options, access=ServerAccess(token=token), store=store, slices=slices) as server:
         yield server

@@ -69,8 +69,6 @@ def made_up_status(workers: int = 8, rounds: int = 40, *, seed: int = 7) -> RunS
             dropped=1200,
             unfinished=812,
             quarantined={"a/7": "its checksum differs"},
-            returned=14,
-            stolen=6,
             ahead=960_000,
         ),
         counters={

@@ -117,7 +117,7 @@ async def _train(url: str) -> None:
         status, answer = await _ask(two, JoinTracker(worker=one.name, incarnation="b"))
         assert (status, "worker='one' is not allowed" in answer["error"]) == (400, True)
         _, given = await _ask(one, RequestSlice(session=joined.session, epoch=0))
-        for trained in (0, given.slice.samples):
+        for trained in (0, given.samples):
             report = ReportProgress(session=joined.session, grant=given.grant, trained=trained)
             assert (await _ask(two, report))[1] == JoinAgain()
             assert (await _ask(one, report))[1].accepted

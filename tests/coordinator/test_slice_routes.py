@@ -20,7 +20,6 @@ from lightning_bytescheduler.diloco.coordinator_protocol import SLICES_PATH, run
 from lightning_bytescheduler.diloco.messages import TrainingOver
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.tracker import (
     AskLater,
     Assignment,
@@ -48,7 +47,7 @@ def test_slices_of_a_worker_that_is_cut_off_are_handed_out_again(tmp_path: Path)
     options = CoordinatorOptions(
         run=run_options(inner_steps=1), rounds=RoundOptions(quorum=0.0, silent_after=0.2), lease=60.0
     )
-    slices = SliceRoutes([rows], TrackerOptions(lease=60.0))
+    slices = SliceRoutes([rows])
 
     async def work(url: str) -> None:
         async with SmallWorker(url, "one", weights_of()) as one, SmallWorker(url, "two", weights_of()) as two:
@@ -66,12 +65,9 @@ def test_slices_of_a_worker_that_is_cut_off_are_handed_out_again(tmp_path: Path)
         asyncio.run(asyncio.wait_for(work(server.url), 60))
 
 
-@pytest.mark.parametrize("others_wait", [True, False])
-def test_slices_of_a_worker_that_stands_still_are_handed_out_sooner_if_others_wait_for_them(
-    tmp_path: Path, others_wait: bool
-) -> None:
+def test_slices_of_a_worker_that_stands_still_are_handed_out_again(tmp_path: Path) -> None:
     """Its connection stays open for long, as that of a machine whose cable is out."""
-    slices = SliceRoutes([make_rows(tmp_path / "rows", [10, 10])], TrackerOptions(lease=60.0))
+    slices = SliceRoutes([make_rows(tmp_path / "rows", [10, 10])])
     rounds = RoundOptions(silent_after=10.0)
     one, two = members = [cast(Member, SimpleNamespace(name=name, digest=name, silent=False)) for name in "ab"]
     workers: Any = {
@@ -82,28 +78,20 @@ def test_slices_of_a_worker_that_stands_still_are_handed_out_sooner_if_others_wa
     def answer(member: Member, message: Any) -> Any:
         return slices.answer(member, encode(message))
 
-    joins = [JoinTracker(worker=member.name, incarnation="1", prefetch=1) for member in members]
+    joins = [JoinTracker(worker=member.name, incarnation="1") for member in members]
     sessions = [answer(member, join).session for member, join in zip(members, joins, strict=True)]
     first, second = (
         answer(member, RequestSlice(session=session, epoch=0))
         for member, session in zip(members, sessions, strict=True)
     )
     assert isinstance(first, Assignment)
-    slices.take_back(members, workers, rounds, 19.9)
-    assert slices.tracker.held("a") == 1, "nobody waits for it yet"
-    if not others_wait:
-        slices.take_back(members, workers, rounds, 20.0)
-        assert slices.tracker.held("a") == 0
     answer(two, ReportProgress(session=sessions[1], grant=second.grant, trained=10))
     more = RequestSlice(session=sessions[1], epoch=0, holding=(second.grant,))  # until it is in the weights
-    asked = answer(two, more)
-    if others_wait:
-        assert isinstance(asked, AskLater)
-        slices.take_back(members, workers, rounds, 9.9)
-        assert slices.tracker.held("a") == 1
-        slices.take_back(members, workers, rounds, 10.0)
-        asked = answer(two, more)
-    assert isinstance(asked, Assignment)
+    assert isinstance(answer(two, more), AskLater)
+    slices.take_back(members, workers, rounds, 19.9)
+    assert slices.tracker.held("a") == 1
+    slices.take_back(members, workers, rounds, 20.0)
+    assert isinstance(answer(two, more), Assignment)
     assert isinstance(answer(one, RequestSlice(session=sessions[0], epoch=0)), JoinAgain)
 
 
@@ -114,7 +102,7 @@ def test_who_answers_no_ping_as_a_round_begins_stands_still(tmp_path: Path) -> N
     options = CoordinatorOptions(
         run=run_options(inner_steps=1), rounds=RoundOptions(quorum=0.0, silent_after=3.0, start_workers=2), lease=60.0
     )
-    slices = SliceRoutes([rows], TrackerOptions(lease=60.0))
+    slices = SliceRoutes([rows])
 
     async def work(one: SmallWorker, two: SmallWorker) -> None:
         await one.join()
@@ -123,7 +111,7 @@ def test_who_answers_no_ping_as_a_round_begins_stands_still(tmp_path: Path) -> N
         reading = [asyncio.create_task(worker.wait_for(TrainingOver)) for worker in (one, two)]  # answers pings
         sessions, grants = [], []
         for number, worker in enumerate((one, two)):
-            joined = await ask(worker, JoinTracker(worker=worker.name, incarnation=str(number), prefetch=1))
+            joined = await ask(worker, JoinTracker(worker=worker.name, incarnation=str(number)))
             sessions.append(joined.session)
             grants.append((await ask(worker, RequestSlice(session=joined.session, epoch=0))).grant)
         await ask(two, ReportProgress(session=sessions[1], grant=grants[1], trained=10))
@@ -144,7 +132,7 @@ def test_who_answers_no_ping_as_a_round_begins_stands_still(tmp_path: Path) -> N
 def test_a_worker_that_asks_too_often_is_told_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_BURST", 3.0)
     monkeypatch.setattr(connection, "_PER_SECOND", 1e-6)
-    slices = SliceRoutes([make_rows(tmp_path / "rows", [10])], TrackerOptions(lease=60.0))
+    slices = SliceRoutes([make_rows(tmp_path / "rows", [10])])
 
     async def status(worker: SmallWorker) -> int:
         data = encode(JoinTracker(worker=worker.name, incarnation="1"))
@@ -164,7 +152,7 @@ def test_a_worker_that_asks_too_often_is_told_to_wait(tmp_path: Path, monkeypatc
 
 
 def test_a_member_does_not_take_the_place_of_another_one(tmp_path: Path) -> None:
-    slices = SliceRoutes([make_rows(tmp_path / "rows", [10])], TrackerOptions(lease=60.0))
+    slices = SliceRoutes([make_rows(tmp_path / "rows", [10])])
     one = cast(Member, SimpleNamespace(name="one", digest="one"))
     with pytest.raises(OptionError, match=r"worker='other'.*'one', the name of this worker"):
         slices.answer(one, encode(JoinTracker(worker="other", incarnation="1")))
@@ -173,21 +161,21 @@ def test_a_member_does_not_take_the_place_of_another_one(tmp_path: Path) -> None
 def test_what_a_member_holds_by_a_saved_state_is_its_own_until_it_has_joined_again(tmp_path: Path) -> None:
     """It may be cut off as the coordinator is, and holds more by now than the state says."""
     rows = make_rows(tmp_path / "rows", [10])
-    before, after = (SliceRoutes([rows], TrackerOptions(lease=60.0)) for _ in range(2))
+    before, after = (SliceRoutes([rows]) for _ in range(2))
     one = cast(Member, SimpleNamespace(name="one", digest="one", silent=True))
     session = before.answer(one, encode(JoinTracker(worker="one", incarnation="1"))).session
     before.answer(one, encode(RequestSlice(session=session, epoch=0)))
-    after.tracker.load_state_dict(before.tracker.state_dict(), patience=60.0)
+    after.tracker.load_state_dict(before.tracker.state_dict(), workers=["one"], patience=60.0)
     after.take_back([one], {}, RoundOptions(silent_after=10.0), now=0.0)
     session = after.answer(one, encode(JoinTracker(worker="one", incarnation="1"))).session
     assert isinstance(after.answer(one, encode(RequestSlice(session=session, epoch=0))), Assignment)
-    assert after.tracker.report().returned == 0
+    assert after.tracker.held("one") == 1
     after.take_back([one], {}, RoundOptions(silent_after=10.0), now=0.0)
-    assert after.tracker.report().returned == 1
+    assert after.tracker.held("one") == 0
 
 
 def test_who_has_left_while_it_asked_gets_no_slice(tmp_path: Path) -> None:
-    slices = SliceRoutes([make_rows(tmp_path / "rows", [10])], TrackerOptions(lease=60.0))
+    slices = SliceRoutes([make_rows(tmp_path / "rows", [10])])
     handed = asyncio.Event()
 
     async def work(one: SmallWorker, two: SmallWorker) -> None:

@@ -21,7 +21,6 @@ from lightning_bytescheduler.diloco.coordinator_client import Answer
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries
 from lightning_bytescheduler.diloco.worker_slices import CoordinatedSlices
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, RankFailedError, SchedulerTimeoutError
-from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.tracker import (
     Assignment,
     JoinAgain,
@@ -86,7 +85,7 @@ def check_epochs(trained: Counter[int], status: RunStatus, *, repeated: bool = F
 
 
 def test_each_epoch_is_shared_and_goes_on_by_itself(diloco_ranks: RankPool, tmp_path: Path, rows: str) -> None:
-    slices = SliceRoutes([rows], TrackerOptions())
+    slices = SliceRoutes([rows])
     options = coordinator_options(inner_steps=4, outer_steps=8, rounds={"start_workers": 2})
     with CoordinatorServer(options, slices=slices) as server:
         batches = diloco_ranks.run(fit_slices, url=server.url, rows=rows, folder=str(tmp_path))
@@ -99,7 +98,7 @@ def test_each_epoch_is_shared_and_goes_on_by_itself(diloco_ranks: RankPool, tmp_
 
 def test_a_worker_without_a_slice_takes_part_before_its_first_batch(diloco_ranks: RankPool, tmp_path: Path) -> None:
     """The first round is to have two workers, and there is one slice for them: one waits for what others have."""
-    slices = SliceRoutes([make_rows(tmp_path / "one", [48])], TrackerOptions(lease=LONG))
+    slices = SliceRoutes([make_rows(tmp_path / "one", [48])])
     hold_slice(slices, "ghost", epoch=0)
     options = coordinator_options(inner_steps=4, outer_steps=4, rounds={"start_workers": 2})
     with CoordinatorServer(options, slices=slices) as server:
@@ -111,7 +110,7 @@ def test_nobody_waits_at_the_end_of_an_epoch_for_a_slice_that_somebody_has(
     diloco_ranks: RankPool, tmp_path: Path, rows: str
 ) -> None:
     """A member in no hurry has begun one of the first epoch; the workers train on all of the next one meanwhile."""
-    slices = SliceRoutes([rows], TrackerOptions(lease=LONG))
+    slices = SliceRoutes([rows])
     session, held = hold_slice(slices, "ghost", epoch=0)
     begins = ReportProgress(session=session, grant=held.grant, trained=0)
     assert slices.tracker.progress(begins) == Receipt(accepted=True)
@@ -125,7 +124,7 @@ def test_nobody_waits_at_the_end_of_an_epoch_for_a_slice_that_somebody_has(
     assert status.ahead > 0
     trained = Counter(number for worker in batches for batch in worker for number in batch)
     first = sum(COUNTS[: held.slice_index])
-    missing = set(range(first, first + held.slice.samples))
+    missing = set(range(first, first + held.samples))
     assert all(count <= (1 if number in missing else 2) for number, count in trained.items())
     assert sum(trained.values()) == status.trained + status.ahead
 
@@ -182,7 +181,7 @@ def test_the_ranks_of_a_worker_share_its_batches(
     inner: str, counts: list[int], waits: bool, three_plain_ranks: RankPool, tmp_path: Path
 ) -> None:
     rows = make_rows(tmp_path / "rows", counts)
-    slices = SliceRoutes([rows], TrackerOptions(lease=LONG))
+    slices = SliceRoutes([rows])
     ghosts = [f"ghost{epoch}" for epoch in range(2 * waits)]  # have all that is to be had
     for epoch, ghost in enumerate(ghosts):
         hold_slice(slices, ghost, epoch=epoch)
@@ -234,7 +233,7 @@ def fit_beside_a_failure(rank: int, **arguments: Any) -> list[list[int]]:
 def test_what_a_worker_held_of_which_a_rank_has_failed_goes_to_others(
     three_plain_ranks: RankPool, tmp_path: Path, rows: str
 ) -> None:
-    slices = SliceRoutes([rows], TrackerOptions())
+    slices = SliceRoutes([rows])
     options = coordinator_options(inner_steps=4, outer_steps=8, rounds={"start_workers": 2})
     with CoordinatorServer(options, slices=slices) as server:
         first, second, alone = three_plain_ranks.run(
@@ -293,7 +292,7 @@ def test_a_worker_that_was_given_up_joins_again() -> None:
     tracker = tracker_of(GIVEN_UP, GIVEN_UP)
     assert tracker.answer(ReportProgress(session=1, grant=1, trained=3)) == JoinAgain()
     assert tracker.answer(RequestSlice(session=1, epoch=0)) == JoinAgain()
-    joined = Joined(session=2, run="a", epoch=0, lease=9.0)
+    joined = Joined(session=2, run="a", epoch=0)
     tracker = tracker_of(GIVEN_UP, Answer(status=200, headers={}, body=encode(joined).encode()))
     assert tracker.answer(JoinTracker(worker="w0", incarnation="1")) == joined
 

@@ -23,7 +23,6 @@ from lightning_bytescheduler.coordinator.status import RunStatus
 from lightning_bytescheduler.diloco.coordinator_protocol import UpdateReceipt
 from lightning_bytescheduler.diloco.session import Unmerged
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries
-from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.tracker import JoinTracker, Receipt, ReportProgress, RequestSlice, TrainedRun
 from tests.diloco.coordinated_fits import alone, coordinator_options
 from tests.diloco.coordinated_workers import until
@@ -72,7 +71,7 @@ def rows(tmp_path: Path) -> str:
 def test_the_last_epoch_ends_when_all_of_it_is_in_the_weights(
     run: dict[str, Any], diloco_ranks: RankPool, tmp_path: Path, rows: str
 ) -> None:
-    slices = SliceRoutes([rows], TrackerOptions(lease=LONG))
+    slices = SliceRoutes([rows])
     options = coordinator_options(samples_per_round=40, rounds={"start_workers": 2}, **run)
     with CoordinatorServer(options, slices=slices) as server:
         batches = diloco_ranks.run(fit_epochs, url=server.url, rows=rows, folder=str(tmp_path))
@@ -136,7 +135,7 @@ def test_a_worker_that_misses_an_epoch_trains_on_no_other_instead(
     diloco_ranks: RankPool, tmp_path: Path, rows: str
 ) -> None:
     """Nor does a fit that goes on from a checkpoint."""
-    slices = SliceRoutes([rows], TrackerOptions(lease=LONG))
+    slices = SliceRoutes([rows])
     options = coordinator_options(samples_per_round=10_000, rounds={"start_workers": 2})
     arguments = {"rows": rows, "folder": str(tmp_path)}
     with CoordinatorServer(options, slices=slices) as server:
@@ -161,7 +160,7 @@ def test_a_worker_that_misses_an_epoch_trains_on_no_other_instead(
 def test_a_limit_ends_an_epoch_before_its_data_do(
     limit: int, diloco_ranks: RankPool, tmp_path: Path, rows: str
 ) -> None:
-    slices = SliceRoutes([rows], TrackerOptions(lease=LONG))
+    slices = SliceRoutes([rows])
     options = coordinator_options(samples_per_round=40, rounds={"start_workers": 2})
     with CoordinatorServer(options, slices=slices) as server:
         limited = {"limit_train_batches": limit, "max_epochs": 2}
@@ -173,18 +172,18 @@ def test_what_a_dead_worker_said_that_it_has_trained_on_is_trained_on(
     diloco_ranks: RankPool, tmp_path: Path, rows: str
 ) -> None:
     """It dies in the last epoch, when the others have nothing else to do any more: they take one more epoch."""
-    slices = SliceRoutes([rows], TrackerOptions(lease=LONG))
+    slices = SliceRoutes([rows])
     tracker = slices.tracker
     session = tracker.join(JoinTracker(worker="dies", incarnation="1")).session
     held = tracker.request(RequestSlice(session=session, epoch=0))
-    for trained in (0, held.slice.samples):
+    for trained in (0, held.samples):
         assert tracker.progress(ReportProgress(session=session, grant=held.grant, trained=trained)) == Receipt(
             accepted=True
         )
     options = coordinator_options(samples_per_round=40, rounds={"start_workers": 2})
     with CoordinatorServer(options, slices=slices) as server, ThreadPoolExecutor(1) as beside:
         fits = beside.submit(diloco_ranks.run, fit_epochs, url=server.url, rows=rows, folder=str(tmp_path))
-        merged = EPOCHS * SAMPLES - held.slice.samples
+        merged = EPOCHS * SAMPLES - held.samples
         until(lambda: fits.done() or server.status().samples >= merged, "all that the living workers have")
         assert server.status().samples == merged
         tracker.release("dies")
@@ -206,7 +205,7 @@ class Crashing:
             coordinator_options(samples_per_round=20, rounds={"start_workers": 2, "silent_after": 2.0}),
             port=self._port,
             store=StateStore(str(self._folder)),
-            slices=SliceRoutes([self._rows], TrackerOptions(lease=LONG)),
+            slices=SliceRoutes([self._rows]),
         )
 
     def crash(self) -> None:

@@ -19,7 +19,6 @@ from lightning_bytescheduler import DiLoCoStrategy, SliceDataModule
 from lightning_bytescheduler.diloco.worker_slices import SharedSlices
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.slices.epoch_plan import ReadReport
-from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.training import TrackedTraining
 from tests.diloco.fits import FAST_AND_SLOW, Pause, diloco_trainer
 from tests.slices.fits import Decays, Evaluates, Remembers, make_rows
@@ -198,8 +197,8 @@ def test_a_worker_whose_training_is_over_asks_worker_0_for_nothing_and_does_not_
     first, second, data = shared_slices(5.0)
     tracker = make_tracker([4])
     assert first.connect(lambda: tracker) is tracker
-    source: Any = Mock(depth=2, keeps=0, source=Mock(slices=tuple(tracker.catalogue)))
-    data.training = training = TrackedTraining(second, source, options=TrackerOptions(), batch_sizes=(2,))
+    source: Any = Mock(depth=2, source=Mock(slices=tuple(tracker.catalogue)))
+    data.training = training = TrackedTraining(second, source, batch_sizes=(2,))
     training.open(None)
     next(iter(training))
     training.received(ReadReport({}))

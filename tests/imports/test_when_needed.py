@@ -12,7 +12,7 @@ import lightning_bytescheduler
 
 HEAVY = {
     *("aiohttp", "bayes_opt", "filelock", "matplotlib", "platformdirs", "pyarrow", "rich", "s3fs", "safetensors"),
-    *("scipy", "sklearn", "tenacity", "uvloop", "xxhash", "zstandard"),
+    *("scipy", "sklearn", "tenacity", "uvloop", "xxhash"),
 }
 PACKAGE = Path(lightning_bytescheduler.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning_bytescheduler.slices.fetch import Waiting
+from lightning_bytescheduler.slices.fetch import SliceStatistics, Waiting
 from lightning_bytescheduler.slices.formats import format_of
-from lightning_bytescheduler.slices.slice import ChunkPlan, Slice, checksum_of, digests_of
-from lightning_bytescheduler.slices.source import SliceSource, SourceFile
+from lightning_bytescheduler.slices.slice import Slice, digests_of
+from lightning_bytescheduler.slices.source import SliceSource
+from lightning_bytescheduler.slices.store import SliceStore
 
 CHUNK = 1000
 
@@ -33,6 +36,24 @@ def lines(number: int, count: int = 500) -> list[str]:
     return [f"slice {number} line {line}" for line in range(count)]
 
 
+class Store(SliceStore):
+    """A store that tests read slice by slice."""
+
+    def samples(self, slice_: Slice, first: int = 0) -> Iterator[Any]:
+        with contextlib.closing(self.open(slice_)) as opened:
+            yield from itertools.chain.from_iterable(opened.take(first, slice_.samples))
+
+    @property
+    def statistics(self) -> SliceStatistics:
+        return self.counters.snapshot()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class FaultySource(SliceSource):
     """Text slices; ``fault`` gets the slice, the first byte and the right answer, and returns or raises another."""
 
@@ -42,24 +63,14 @@ class FaultySource(SliceSource):
             Slice(
                 key=key,
                 url=f"test://{key}.txt",
-                start=0,
                 size=len(content),
                 samples=count,
-                checksum=checksum_of(content) if indexed else None,
+                digests=digests_of(content, CHUNK) if indexed else None,
+                chunk_bytes=CHUNK,
             )
             for key, content in self.contents.items()
         ]
-        files = {slice_.url: SourceFile(form=format_of(slice_.url)) for slice_ in made}
-        plans = [
-            ChunkPlan(
-                slice=slice_,
-                digests=digests_of(content, CHUNK) if indexed else None,
-                chunk_bytes=CHUNK,
-                version="1",
-            )
-            for slice_, content in zip(made, self.contents.values(), strict=True)
-        ]
-        super().__init__(plans, files, {})
+        super().__init__(made, {slice_.url: format_of(slice_.url) for slice_ in made}, {})
         self.asked: list[tuple[str, int, int]] = []
         self.fault: Callable[[Slice, int, bytes], bytes] = lambda slice_, start, answer: answer
         self._lock = threading.Lock()

@@ -7,12 +7,12 @@ import pytest
 
 from lightning_bytescheduler.cli import main
 from lightning_bytescheduler.slices.source import open_source
-from lightning_bytescheduler.slices.store import SliceStore
+from tests.slices.faults import Store
 
 
 def samples(folder):
     source = open_source(str(folder))
-    with SliceStore(source) as store:
+    with Store(source) as store:
         return [sample for slice_ in source.slices for sample in store.samples(slice_)]
 
 

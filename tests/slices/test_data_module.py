@@ -38,8 +38,7 @@ def test_lines_of_text_and_json(tmp_path: Path) -> None:
     assert numbers[0]["x"].tolist() == [0, 1, 2]
 
 
-def read_pairs(stream: SliceStream, first: int) -> Iterator[bytes]:
-    stream.read(2 * first)
+def read_pairs(stream: SliceStream) -> Iterator[bytes]:
     while pair := stream.read(2):
         yield pair
 

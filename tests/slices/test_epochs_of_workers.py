@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
 from lightning_bytescheduler.slices.epoch_plan import SliceBatch
-from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.tracker import RequestSlice, SliceTracker, TrainedRun, WaitReason
 from lightning_bytescheduler.slices.training import EpochOfRun, TrackerPlan
 from tests.slices.test_tracked_batches import all_of
@@ -26,8 +25,7 @@ class Run:
 
     def __init__(self, counts: list[int]) -> None:
         self.clock = Clock()
-        options = TrackerOptions(lease=1e9)
-        self.tracker = SliceTracker(SliceCatalogue(slices(counts)), options, clock=self.clock, counts_merged=True)
+        self.tracker = SliceTracker(SliceCatalogue(slices(counts)), clock=self.clock, counts_merged=True)
         self.merged: Counter[tuple[int, int, int]] = Counter()
 
 

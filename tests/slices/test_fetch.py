@@ -26,7 +26,7 @@ def time():
 def fetch(source, time, first=0, counters=None, timeout=60.0):
     (slice_,) = source.slices
     chunks = fetch_chunks(
-        source.plan(slice_),
+        slice_,
         partial(source.read, slice_),
         first=first,
         timeout=timeout,
@@ -147,12 +147,10 @@ def test_hours_of_asking(source, time):
         raise ConnectionError("gone")
 
     source.fault = away
-    counters = SliceCounters()
     with pytest.raises(SourceUnavailableError, match=r"10800\.0 s"):
-        fetch(source, time, counters=counters, timeout=3 * 3600.0)
+        fetch(source, time, timeout=3 * 3600.0)
     assert max(time.sleeps) == 5.0
-    assert counters.snapshot().retries == len(time.sleeps) > 2000
-    assert len(source.asked) == len(time.sleeps) + 1
+    assert len(source.asked) == len(time.sleeps) + 1 > 2000
 
 
 def test_whoever_stops_a_pause_ends_the_fetch(source, time, monkeypatch):

@@ -96,19 +96,15 @@ def test_an_array_of_objects_is_refused_and_not_run():
         read("a.npy", file.getvalue(), 4096)
 
 
-@pytest.mark.parametrize("suffix", ["gz", "zst"])
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_compressed_members_one_after_the_other(suffix, size):
-    if suffix == "gz":
-        pack = gzip.compress
-    else:
-        pack = pytest.importorskip("zstandard").ZstdCompressor().compress
-    content = pack(b"one\ntw") + pack(b"o\nthree\n")
-    assert read(f"a.txt.{suffix}", content, size) == ["one", "two", "three"]
-    with pytest.raises(ValueError, match="decompressed"):
-        read(f"a.txt.{suffix}", content[:-3], size)
-    with pytest.raises(ValueError, match="decompressed"):
-        read(f"a.txt.{suffix}", b"plain text", size)
+def test_compressed_members_one_after_the_other(size):
+    content = gzip.compress(b"one\ntw") + gzip.compress(b"o\nthree\n")
+    assert read("a.txt.gz", content, size) == ["one", "two", "three"]
+    assert read("a.txt.gz", content + bytes(5), size) == ["one", "two", "three"]  # padded
+    damaged = content[:12] + bytes([content[12] ^ 255]) + content[13:]
+    for wrong in (content[:-3], b"plain text", content + b"more", damaged):
+        with pytest.raises(ValueError, match="decompressed"):
+            read("a.txt.gz", wrong, size)
 
 
 def test_the_suffix_is_that_of_the_file_and_not_of_a_query_or_a_container():
@@ -119,14 +115,13 @@ def test_the_suffix_is_that_of_the_file_and_not_of_a_query_or_a_container():
 
 
 def test_any_other_format_is_one_function():
-    def read_pairs(stream, first):
-        stream.read(2 * first)
+    def read_pairs(stream):
         while pair := stream.read(2):
             yield pair
 
     form = format_of("a.bin", read_pairs)
-    blocks = form.blocks_of(SliceStream(pieces(b"aabbccdd", 3)), 1)
-    assert [sample for block in blocks for sample in block[:]] == [b"bb", b"cc", b"dd"]
+    blocks = form.blocks_of(SliceStream(pieces(b"aabbccdd", 3)))
+    assert [sample for block in blocks for sample in block[:]] == [b"aa", b"bb", b"cc", b"dd"]
 
 
 def test_parquet():
@@ -157,7 +152,7 @@ def test_a_header_is_parsed_again_where_other_parsing_came_between(monkeypatch: 
     np.save(content, np.zeros((7, 3)))
     content.seek(0)
     header = NpyHeader(content)
-    assert (header.rows, header.row_shape, len(header.content)) == (7, (3,), 128)
+    assert (header.rows, header.row_shape, content.tell()) == (7, (3,), 128)
     failures = 5
     with pytest.raises(SystemError, match="depth mismatch"):
         NpyHeader(io.BytesIO(content.getvalue()))

@@ -9,8 +9,8 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,9 @@ from torch.utils.data import get_worker_info
 
 from lightning_bytescheduler import SliceDataModule, UnsupportedError
 from lightning_bytescheduler.exceptions import BadSampleError, SliceCorruptError
-from lightning_bytescheduler.slices import data_module, formats
+from lightning_bytescheduler.slices import formats
 from lightning_bytescheduler.slices.make import make_slices
 from lightning_bytescheduler.slices.slice import SliceStream
-from lightning_bytescheduler.slices.source import open_source
 from tests.slices.fits import Remembers, SaveEveryStep, fit
 
 pytestmark = pytest.mark.filterwarnings(
@@ -31,12 +30,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 SAMPLES = 50
-
-
-@pytest.fixture(autouse=True)
-def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several of a small file."""
-    monkeypatch.setattr(data_module, "open_source", partial(open_source, slice_bytes=400))
 
 
 def counting(made: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,6 +79,9 @@ def write(folder: Path, form: str) -> str:
         (folder / f"a.{form}").write_bytes(gzip.compress("\n".join(lines).encode()))
     else:
         (folder / f"a.{form}").write_text("\n".join(lines))
+    if form in ("txt", "jsonl"):
+        make_slices(f"{folder}/a.{form}", f"{folder}/slices", slice_bytes=400)
+        return f"{folder}/slices"
     return f"{folder}/a.{form}"
 
 
@@ -122,26 +118,19 @@ def test_each_sample_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     url = write(tmp_path, "jsonl")
     made = multiprocessing.Value("i", 0)
     data = SliceDataModule(url, batch_size=4, num_workers=3, shuffle=shuffle)
-    monkeypatch.setattr(formats, "_decode_json", counting(made, formats._decode_json))
+    monkeypatch.setattr(formats, "json", SimpleNamespace(loads=counting(made, json.loads)))
     assert sum(len(batch["x"]) for batch in batches_of(data)) == SAMPLES
-    assert made.value == SAMPLES + 1  # the first one also as the file is opened, to see what it is
+    assert made.value == SAMPLES
 
 
-def test_a_users_reader_makes_each_sample_once(tmp_path: Path) -> None:
-    made = multiprocessing.Value("i", 0)
-    as_number = counting(made, int)
-
-    def read(stream: SliceStream, first: int) -> Iterator[int]:
-        stream.read(4 * first)
+def test_workers_share_the_samples_of_a_users_reader(tmp_path: Path) -> None:
+    def read(stream: SliceStream) -> Iterator[int]:
         while record := stream.read(4):
-            yield as_number(record)
+            yield int(record)
 
     (tmp_path / "a.numbers").write_bytes(b"".join(b"%04d" % number for number in range(SAMPLES)))
     data = SliceDataModule(f"{tmp_path}/a.numbers", batch_size=4, num_workers=3, reader=read)
-    data.setup("fit")
-    opening = made.value  # counts the samples
-    assert torch.cat(list(data.train_dataloader())).tolist() == list(range(SAMPLES))
-    assert made.value - opening == SAMPLES
+    assert torch.cat(batches_of(data)).tolist() == list(range(SAMPLES))
 
 
 def test_resumed_with_another_number_of_workers(tmp_path: Path) -> None:
@@ -381,10 +370,9 @@ def test_passes_that_are_ended_by_another_one_or_given_up(tmp_path: Path) -> Non
     assert torch.equal(torch.rand(1), drawn)
 
 
-def breaks_at_13(stream: SliceStream, first: int) -> Iterator[int]:
+def breaks_at_13(stream: SliceStream) -> Iterator[int]:
     """Not where samples are counted, at the start."""
-    stream.read(4 * first)
-    for number in itertools.count(first):
+    for number in itertools.count():
         if not (record := stream.read(4)):
             return
         if number == 13 and get_worker_info() is not None:
@@ -400,8 +388,8 @@ def test_a_corrupt_slice_is_told_in_each_epoch_by_workers_that_stay(tmp_path: Pa
     told: list[Any] = []
     loader._on_report = lambda report, _: told.extend(report.corrupt)
     epochs = []
-    for _ in range(2):
+    for number in range(1, 3):
         epochs.append(as_lists(list(loader)))
-        assert len(told) == len(epochs)  # by the worker whose sample it is
+        assert len(told) == 2 * number  # by both workers, which read it to its end
     assert epochs[0] == epochs[1]
     data.teardown("fit")

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import SliceState, joined, samples_of, without
 from lightning_bytescheduler.slices.tracker import (
     Assignment,
@@ -32,8 +31,7 @@ from tests.slices.tracker_workers import Clock, slices
 
 
 def make(counts: list[int], *, shuffle: bool = False) -> SliceTracker:
-    options = TrackerOptions(shuffle=shuffle, lease=1e9)
-    return SliceTracker(SliceCatalogue(slices(counts)), options, clock=Clock(), counts_merged=True)
+    return SliceTracker(SliceCatalogue(slices(counts)), shuffle=shuffle, clock=Clock(), counts_merged=True)
 
 
 def held_by(tracker: SliceTracker, worker: str, *, trained: int = 0) -> tuple[int, Assignment]:

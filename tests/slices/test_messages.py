@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.slice import Slice
 from lightning_bytescheduler.slices.tracker import (
     AskLater,
     Assignment,
@@ -17,10 +16,8 @@ from lightning_bytescheduler.slices.tracker import (
     JoinAgain,
     Joined,
     JoinTracker,
-    LeaveTracker,
     QuarantineSlice,
     Receipt,
-    RenewLease,
     Reply,
     ReportProgress,
     RequestSlice,
@@ -29,17 +26,14 @@ from lightning_bytescheduler.slices.tracker import (
     encode,
 )
 
-PIECE = Slice(key="a\n\u00e4", url="memory://a", start=3, size=8, samples=2, checksum=None)
 MESSAGES: list[Call | Reply] = [
-    JoinTracker(worker="worker-1", incarnation="x", keeps=3, prefetch=1),
+    JoinTracker(worker="worker-1", incarnation="x"),
     JoinTracker(worker="worker-1", incarnation="x", holds=(HeldSlice(epoch=1, slice_index=4, begun=True),)),
-    Joined(session=3, run="a", epoch=1, lease=2.5),
+    Joined(session=3, run="a", epoch=1),
     RequestSlice(session=3, epoch=1, holding=(1, 2), looks=True),
     ReportProgress(session=3, grant=1, trained=7),
     QuarantineSlice(session=3, key="a", reason="held"),
-    RenewLease(session=3),
-    LeaveTracker(session=3),
-    Assignment(grant=1, epoch=0, slice_index=4, slice=PIECE, todo=((1, 2),), revoked=(9,)),
+    Assignment(grant=1, epoch=0, slice_index=4, key="a\n\u00e4", samples=2, todo=((1, 2),), revoked=(9,)),
     AskLater(reason=WaitReason.HELD, revoked=(1,)),
     JoinAgain(),
     *(Receipt(accepted=accepted) for accepted in (True, False)),
@@ -62,11 +56,8 @@ def test_what_is_none_is_named(text: str) -> None:
 WRONG = [
     ("JoinTracker", {"worker": 1}),
     ("JoinTracker", {"worker": ""}),
-    ("JoinTracker", {"keeps": "abc"}),
-    ("JoinTracker", {"keeps": -1}),
-    ("JoinTracker", {"prefetch": 0}),
     ("JoinTracker", {"more": 1}),
-    ("Joined", {"lease": None}),
+    ("Joined", {"run": ""}),
     ("RequestSlice", {"epoch": 0.5}),
     ("RequestSlice", {"holding": ["1"]}),
     ("RequestSlice", {"looks": 1}),
@@ -76,9 +67,9 @@ WRONG = [
     ("ReportProgress", {"trained": -1}),
     ("QuarantineSlice", {"reason": None}),
     ("QuarantineSlice", {"key": 3}),
-    ("Assignment", {"slice": None}),
-    ("Assignment", {"slice": {"key": "a", "url": "memory://a", "start": 3, "size": 8, "samples": 0}}),
-    ("Assignment", {"lease": "long"}),
+    ("Assignment", {"key": None}),
+    ("Assignment", {"samples": 0}),
+    ("Assignment", {"run": "long"}),
     ("AskLater", {"reason": "why"}),
 ]
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lightning_bytescheduler import OptionError, SliceDataModule, TrackerStateError, UnsupportedError
 from lightning_bytescheduler.slices.epoch_plan import EpochPlan, Mixture
 from tests.slices.fits import Remembers, SaveEveryStep, fit, fit_rank, make_rows, trainer_for
-from tests.slices.test_epoch_plan import RANKS, catalogue, samples, train, used
+from tests.slices.test_epoch_plan import RANKS, catalogue, train, used
 from tests.slices.test_training_tracked import Hosts, data_of
 from tests.support.rank_pool import RankPool
 
@@ -212,19 +212,6 @@ def test_other_shares_in_mid_epoch_are_refused_by_name(tmp_path: Path, rows: dic
     ended.save_checkpoint(tmp_path / "ended.ckpt")
     trainer.fit(model := Remembers(), datamodule=data, ckpt_path=tmp_path / "ended.ckpt", weights_only=True)
     assert abs(sum(number < 60 for number in counts_of(model.batches)) - 5 * len(model.batches)) <= 5
-
-
-def test_a_damaged_position_is_refused() -> None:
-    (plan,) = plans_of([4], [[10, 10], [10, 10]], [0.5, 0.5])
-    train([plan], 3)
-    state = plan.state_dict()
-    first, second = state["together"]["position"]
-    (other,) = plans_of([3], [[10, 10], [10, 10]], [0.5, 0.5])
-    train([other], 2)
-    for damage in ([first], [first, second, second], [first, other.state_dict()["together"]["position"][1]]):
-        with pytest.raises(TrackerStateError, match="damaged"):
-            plan.load_state_dict({"together": {**state["together"], "position": damage}})
-    assert [samples(batch) for batch in plan]
 
 
 @pytest.mark.parametrize(

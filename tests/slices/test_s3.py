@@ -11,7 +11,7 @@ from lightning_bytescheduler.slices.command import verify_slices
 from lightning_bytescheduler.slices.make import make_slices
 from lightning_bytescheduler.slices.options import StoreOptions
 from lightning_bytescheduler.slices.source import open_source
-from lightning_bytescheduler.slices.store import SliceStore
+from tests.slices.faults import Store
 
 pytest.importorskip("s3fs")
 moto_server = pytest.importorskip("moto.server")
@@ -41,6 +41,6 @@ def test_slices_are_made_verified_and_read(tmp_path, storage_options):
     for url in ("s3://data/slices", "s3://data/slices/*.txt"):
         source = open_source(url, storage_options=storage_options)
         assert verify_slices(source, lambda done, total: None) == []
-        with SliceStore(source, StoreOptions(cache=tmp_path / "cache")) as store:
+        with Store(source, StoreOptions(cache=tmp_path / "cache")) as store:
             store.prefetch(source.slices)
             assert [sample for slice_ in source.slices for sample in store.samples(slice_)] == TEXT

@@ -27,7 +27,7 @@ CONTENTS = {
 
 
 def slice_of(url: str, content: bytes, samples: int = COUNT) -> Slice:
-    return Slice(key="s", url=url, start=0, size=len(content), samples=samples)
+    return Slice(key="s", url=url, size=len(content), samples=samples)
 
 
 def opened(url: str, content: bytes, size: int, samples: int = COUNT) -> SliceSamples:
@@ -83,25 +83,24 @@ def test_json_as_any_program_writes_it() -> None:
     ]
 
 
-def counted(made: list[int], *, malformed: int = COUNT, is_here: bool = True) -> SliceSamples:
-    def read(stream: SliceStream, first: int) -> Iterator[int]:
-        for number in range(first, COUNT):
+def counted(made: list[int], *, malformed: int = COUNT) -> SliceSamples:
+    def read(stream: SliceStream) -> Iterator[int]:
+        for number in range(COUNT):
             if number == malformed:
                 raise SliceCorruptError("s", "s", "it is malformed.")
             made.append(number)
             yield number
 
-    return SliceSamples(slice_of("s", b""), format_of("s", read), lambda: iter(()), is_here=lambda: is_here)
+    return SliceSamples(slice_of("s", b""), format_of("s", read), lambda: iter(()))
 
 
-@pytest.mark.parametrize("anew", [True, False])
-def test_a_users_reader_begins_anew_where_the_bytes_are_here(anew: bool) -> None:
+def test_a_users_reader_makes_each_sample_once() -> None:
     made: list[int] = []
-    samples = counted(made, is_here=anew)
+    samples = counted(made)
     for start in range(3, COUNT, 8):
         stop = min(start + 4, COUNT)
         assert plain(samples.take(start, stop)) == list(range(start, stop))
-    assert made == ([*range(3, 7), *range(11, 15), *range(19, 23)] if anew else [*range(3, 23)])
+    assert made == [*range(COUNT)]
 
 
 def test_a_users_reader_yields_what_is_before_a_malformed_sample() -> None:

@@ -18,7 +18,7 @@ from lightning_bytescheduler.slices.make import make_slices
 from lightning_bytescheduler.slices.options import StoreOptions
 from lightning_bytescheduler.slices.serve import SliceServer
 from lightning_bytescheduler.slices.source import open_source
-from lightning_bytescheduler.slices.store import SliceStore
+from tests.slices.faults import Store
 
 TEXT = [f"line {number}" for number in range(5000)]
 
@@ -32,7 +32,7 @@ def folder(tmp_path) -> Path:
 
 def read_all(url, tmp_path, **storage_options):
     source = open_source(url, storage_options=storage_options)
-    with SliceStore(source, StoreOptions(cache=tmp_path / "cache")) as store:
+    with Store(source, StoreOptions(cache=tmp_path / "cache")) as store:
         store.prefetch(source.slices)
         return [sample for slice_ in source.slices for sample in store.samples(slice_)]
 

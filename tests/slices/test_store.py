@@ -24,10 +24,9 @@ from lightning_bytescheduler.exceptions import (
 from lightning_bytescheduler.slices import cache, fetch, urls
 from lightning_bytescheduler.slices.formats import format_of
 from lightning_bytescheduler.slices.options import StoreOptions
-from lightning_bytescheduler.slices.slice import ChunkPlan, Slice
-from lightning_bytescheduler.slices.source import SliceSource, SourceFile
-from lightning_bytescheduler.slices.store import SliceStore
-from tests.slices.faults import CHUNK, FaultySource, VirtualTime, lines
+from lightning_bytescheduler.slices.slice import Slice
+from lightning_bytescheduler.slices.source import SliceSource
+from tests.slices.faults import CHUNK, FaultySource, Store, VirtualTime, lines
 
 # Fork is meant: processes that were forked share what is open.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -55,7 +54,7 @@ def cached_names(options: StoreOptions) -> list[str]:
 
 def test_all_samples_and_the_second_time_from_the_cache(options):
     source = FaultySource(3)
-    with SliceStore(source, options) as store:
+    with Store(source, options) as store:
         for _ in range(2):
             for number, slice_ in enumerate(source.slices):
                 assert list(store.samples(slice_)) == lines(number)
@@ -69,7 +68,7 @@ def test_all_samples_and_the_second_time_from_the_cache(options):
 @pytest.mark.parametrize("cached", [True, False])
 def test_it_begins_with_any_sample(options, first, cached):
     source = FaultySource(1)
-    with SliceStore(source, options if cached else None) as store:
+    with Store(source, options if cached else None) as store:
         for _ in range(2):
             assert list(store.samples(source.slices[0], first)) == lines(0)[first:]
 
@@ -85,7 +84,7 @@ def test_samples_come_before_the_slice_is_local(options, cached):
         return answer
 
     source.fault = slow
-    with SliceStore(source, options if cached else None) as store:
+    with Store(source, options if cached else None) as store:
         samples = store.samples(source.slices[0])
         assert [next(samples) for _ in range(50)] == lines(0)[:50]
         held.set()
@@ -102,7 +101,7 @@ def test_wrong_answers_are_fetched_again_and_nothing_wrong_is_yielded(options, c
     source = FaultySource(2)
     source.fault = lambda slice_, start, answer: fault(answer) if len(source.asked) % 2 else answer
     clock = VirtualTime()
-    with SliceStore(source, options if cached else None, waiting=clock.waiting()) as store:
+    with Store(source, options if cached else None, waiting=clock.waiting()) as store:
         for number, slice_ in enumerate(source.slices):
             assert list(store.samples(slice_)) == lines(number)
         assert store.statistics.corrupt_chunks > 0
@@ -112,7 +111,7 @@ def test_wrong_answers_are_fetched_again_and_nothing_wrong_is_yielded(options, c
 def test_a_slice_that_stays_corrupt_is_named_and_the_next_one_is_read(options, cached):
     source = FaultySource(2)
     source.fault = lambda slice_, start, answer: b"x" * len(answer) if slice_.key == "s0" and start else answer
-    with SliceStore(source, options if cached else None, waiting=VirtualTime().waiting()) as store:
+    with Store(source, options if cached else None, waiting=VirtualTime().waiting()) as store:
         read: list[str] = []
         with pytest.raises(SliceCorruptError, match=r"'s0' at test://s0\.txt"):
             read.extend(store.samples(source.slices[0]))
@@ -130,7 +129,7 @@ def test_a_source_gone_for_five_seconds(options, cached):
         return answer
 
     source.fault = away
-    with SliceStore(source, options if cached else None, waiting=clock.waiting()) as store:
+    with Store(source, options if cached else None, waiting=clock.waiting()) as store:
         assert list(store.samples(source.slices[0])) == lines(0)
     assert clock.now >= 5.0
 
@@ -143,7 +142,7 @@ def test_a_source_that_stays_away_is_an_error(options, cached):
         raise OSError("gone")
 
     source.fault = away
-    store = SliceStore(source, options if cached else None, waiting=VirtualTime().waiting())
+    store = Store(source, options if cached else None, waiting=VirtualTime().waiting())
     with store, pytest.raises(SourceUnavailableError, match=r"test://s0\.txt.*60\.0 s.*OSError: gone"):
         list(store.samples(source.slices[0]))
 
@@ -151,7 +150,7 @@ def test_a_source_that_stays_away_is_an_error(options, cached):
 def test_a_request_that_never_returns_is_an_error_and_no_hang(tmp_path):
     source, held = FaultySource(1), threading.Event()
     source.fault = lambda slice_, start, answer: answer if held.wait(LONG) else b""
-    store = SliceStore(source, StoreOptions(cache={"dir": tmp_path, "bytes": 10**6}, timeout=0.1))
+    store = Store(source, StoreOptions(cache={"dir": tmp_path, "bytes": 10**6}, timeout=0.1))
     try:
         with pytest.raises(SourceUnavailableError, match="a request that has not returned"):
             list(store.samples(source.slices[0]))
@@ -173,16 +172,16 @@ class Hanging(AsyncFileSystem):  # type: ignore[misc]
 def test_past_the_cache_too_a_request_that_never_returns_is_an_error(monkeypatch):
     fsspec.register_implementation("hanging", Hanging, clobber=True)
     monkeypatch.setattr(urls, "_REQUEST_SECONDS", 0.2)
-    slice_ = Slice(key="a", url="hanging://a.txt", start=0, size=10, samples=1)
-    source = SliceSource([ChunkPlan(slice=slice_)], {slice_.url: SourceFile(form=format_of(slice_.url))}, {})
-    store = SliceStore(source, StoreOptions(timeout=0.1))
+    slice_ = Slice(key="a", url="hanging://a.txt", size=10, samples=1)
+    source = SliceSource([slice_], {slice_.url: format_of(slice_.url)}, {})
+    store = Store(source, StoreOptions(timeout=0.1))
     with store, pytest.raises(SourceUnavailableError, match="FSTimeoutError"):
         list(store.samples(slice_))
 
 
 def test_a_flipped_bit_in_the_cache_is_fetched_again(options):
     source = FaultySource(1)
-    with SliceStore(source, options) as store:
+    with Store(source, options) as store:
         assert list(store.samples(source.slices[0])) == lines(0)
         until(lambda: cached_names(options))
         (name,) = cached_names(options)
@@ -206,7 +205,7 @@ def test_a_full_disk_streams_past_the_cache_with_one_warning(options, monkeypatc
 
     monkeypatch.setattr(cache.os, "pwrite", full)
     source = FaultySource(2)
-    with SliceStore(source, options) as store, warnings.catch_warnings(record=True) as caught:
+    with Store(source, options) as store, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         store.prefetch(source.slices)
         for number, slice_ in enumerate(source.slices):
@@ -221,7 +220,7 @@ def test_a_full_disk_streams_past_the_cache_with_one_warning(options, monkeypatc
 def test_a_cache_without_room_beside_what_is_in_use(options, tmp_path):
     source = FaultySource(2)
     small = StoreOptions(cache={"dir": tmp_path / "small", "bytes": SLICE_BYTES})
-    with SliceStore(source, small) as store:
+    with Store(source, small) as store:
         outer = store.samples(source.slices[0])
         assert next(outer) == lines(0)[0]
         assert list(store.samples(source.slices[1])) == lines(1)
@@ -230,11 +229,11 @@ def test_a_cache_without_room_beside_what_is_in_use(options, tmp_path):
 
 def test_planned_slices_are_local_before_they_are_wanted(options):
     source = FaultySource(6)
-    with SliceStore(source, options) as store:
+    with Store(source, options) as store:
         store.prefetch(source.slices[1:])
         until(lambda: store.statistics.prefetched >= 2)
         for number, slice_ in enumerate(source.slices[1:], start=1):
-            until(lambda slice_=slice_: store.is_here(slice_))  # they come in any order
+            until(lambda slice_=slice_: store.prefetcher.cache.has(slice_))  # they come in any order
             assert list(store.samples(slice_)) == lines(number)
         assert store.statistics.cache_hits == 5
         assert store.depth >= 1
@@ -243,10 +242,10 @@ def test_planned_slices_are_local_before_they_are_wanted(options):
 def test_what_is_planned_stays_in_a_cache_that_others_fill(options, tmp_path):
     source = FaultySource(5)
     small = StoreOptions(cache={"dir": tmp_path / "small", "bytes": 3 * SLICE_BYTES})
-    with SliceStore(source, small) as store:
+    with Store(source, small) as store:
         store.prefetch(source.slices[:1])
         until(lambda: store.statistics.prefetched == 1)
-        with SliceStore(source, small) as other:
+        with Store(source, small) as other:
             for number in range(1, 5):
                 assert list(other.samples(source.slices[number])) == lines(number)
         assert list(store.samples(source.slices[0])) == lines(0)
@@ -266,18 +265,18 @@ def test_a_slice_stays_cached_though_its_reader_stops_at_its_last_chunk(options,
             stopped.wait(LONG)
 
     monkeypatch.setattr(cache.SliceWriter, "write", write_and_be_read)
-    with SliceStore(source, options) as store:
+    with Store(source, options) as store:
         assert list(store.samples(source.slices[0])) == lines(0)
         store.prefetcher._stopped.set()  # as its end does, before it waits for the threads
         stopped.set()
-    with SliceStore(source, options) as store:
-        assert store.is_here(source.slices[0])
+    with Store(source, options) as store:
+        assert store.prefetcher.cache.has(source.slices[0])
 
 
 def test_a_wanted_slice_does_not_stand_behind_plans(options):
     source, held = FaultySource(4), threading.Event()
     source.fault = lambda slice_, start, answer: answer if slice_.key == "s3" or held.wait(LONG) else b""
-    with SliceStore(source, options) as store:
+    with Store(source, options) as store:
         store.prefetch(source.slices[:3])
         until(lambda: source.asked)
         assert list(store.samples(source.slices[3])) == lines(3)
@@ -293,7 +292,7 @@ def _read_in_another_process(options, gate, results):
 
     source.fault = slow
     gate.wait(LONG)
-    with SliceStore(source, options) as store:
+    with Store(source, options) as store:
         right = [list(store.samples(slice_)) == lines(number) for number, slice_ in enumerate(source.slices)]
         results.put((right, store.statistics.bytes_fetched))
 
@@ -318,7 +317,7 @@ def _read_after_fork(store, results):
 
 def test_a_forked_process_begins_anew(options):
     source = FaultySource(3)
-    with SliceStore(source, options) as store:
+    with Store(source, options) as store:
         store.prefetch(source.slices[:2])
         assert list(store.samples(source.slices[2])) == lines(2)
         context = multiprocessing.get_context("fork")
@@ -331,7 +330,7 @@ def test_a_forked_process_begins_anew(options):
 
 
 def test_a_store_can_be_sent_to_another_process(options):
-    with SliceStore(FaultySource(1), options) as store, pickle.loads(pickle.dumps(store)) as other:
+    with Store(FaultySource(1), options) as store, pickle.loads(pickle.dumps(store)) as other:
         assert list(other.samples(other.source.slices[0])) == lines(0)
 
 
@@ -344,7 +343,7 @@ def test_a_reader_asks_anew_where_a_planned_fetch_has_failed(options):
         return answer
 
     source.fault = fault
-    with SliceStore(source, options, waiting=VirtualTime().waiting()) as store:
+    with Store(source, options, waiting=VirtualTime().waiting()) as store:
         store.prefetch(source.slices)
         until(lambda: any(fetch.error for fetch in store.prefetcher._fetches.values()))
         away = False
@@ -353,16 +352,16 @@ def test_a_reader_asks_anew_where_a_planned_fetch_has_failed(options):
 
 def test_nothing_is_planned_while_a_store_is_closed(options):
     source = FaultySource(2)
-    with SliceStore(source, options) as store:
+    with Store(source, options) as store:
         prefetcher = store.prefetcher
-    prefetcher.plan([source.plan(slice_) for slice_ in source.slices])
+    prefetcher.plan(source.slices)
     assert not prefetcher._fetches
     assert not source.asked
 
 
 def test_its_threads_end_with_it(options):
     source = FaultySource(4)
-    store = SliceStore(source, options)
+    store = Store(source, options)
     store.prefetch(source.slices)
     samples = store.samples(source.slices[0])
     next(samples)
@@ -375,7 +374,7 @@ def test_its_threads_end_with_it(options):
 
 def test_a_cache_smaller_than_a_slice_is_an_error_at_start(tmp_path):
     with pytest.raises(OptionError, match=r"cache=.*1000.* is not allowed.*largest slice, 's0'"):
-        SliceStore(FaultySource(1), StoreOptions(cache={"dir": tmp_path, "bytes": 1000}))
+        Store(FaultySource(1), StoreOptions(cache={"dir": tmp_path, "bytes": 1000}))
 
 
 @pytest.mark.parametrize(

@@ -162,59 +162,28 @@ def test_a_pass_is_of_one_epoch_and_of_what_came_back_of_the_one_before():
 def test_who_dies_is_continued_where_it_was():
     clock = Clock()
     trained: Counter = Counter()
-    tracker = make_tracker([6, 6], clock, lease=10.0)
+    tracker = make_tracker([6, 6], clock)
     dead, other = (Trains(tracker, clock, name, trained) for name in "ab")
     dead.fetch()
     dead.train()
     dead.fetch()  # and is never trained
     other.epoch()
-    clock.now += 11.0
+    tracker.release("a")
     other.epoch()  # the next one, and what the dead one had
     assert trained == all_of([6, 6], epochs=2)
 
 
-def test_who_leaves_gives_back_and_may_come_again():
+def test_a_worker_that_was_given_up_joins_again():
     clock = Clock()
     trained: Counter = Counter()
-    tracker = make_tracker([6], clock)
-    worker = Trains(tracker, clock, "w", trained)
-    worker.fetch()
-    worker.train()
-    worker.fetch()
-    worker.plan.leave()
-    worker.plan.leave()  # nothing more to give
-    assert tracker.report().workers == 0
-    assert worker.epoch() == [3]
-    assert trained == all_of([6])
-
-
-def test_after_the_lease_is_over_it_joins_again():
-    clock = Clock()
-    trained: Counter = Counter()
-    tracker = make_tracker([4, 4], clock, lease=10.0)
+    tracker = make_tracker([4, 4], clock)
     worker = Trains(tracker, clock, "w", trained, batch_size=2)
     worker.fetch()
-    clock.now += 11.0
-    tracker.expire()
+    tracker.release("w")
     worker.train()  # of a slice that is still its own, as no other worker has taken it
     worker.epoch()
     assert trained == all_of([4, 4])
     assert tracker.over
-
-
-def test_the_lease_is_kept_while_nothing_is_trained():
-    clock = Clock()
-    trained: Counter = Counter()
-    tracker = make_tracker([4, 4], clock, lease=10.0)
-    worker = Trains(tracker, clock, "w", trained)
-    worker.fetch()
-    for _ in range(10):
-        clock.now += 4.0
-        worker.plan.keep_alive()
-        assert not tracker.expire()
-    worker.train()
-    worker.epoch()
-    assert trained == all_of([4, 4])
 
 
 def test_a_corrupt_slice_is_quarantined_and_what_was_handed_out_of_it_is_not_reported():
@@ -232,25 +201,6 @@ def test_a_corrupt_slice_is_quarantined_and_what_was_handed_out_of_it_is_not_rep
     worker.train()
     assert trained == {(0, 1, sample): 1 for sample in range(3)}
     assert tracker.over
-
-
-@pytest.mark.parametrize("keeps", [2, 9])
-def test_each_is_given_first_what_it_keeps(keeps):
-    clock = Clock()
-    trained: Counter = Counter()
-    tracker = make_tracker([2] * 9, clock)
-    workers = [Trains(tracker, clock, name, trained, batch_size=2, ahead=0, keeps=keeps) for name in "ab"]
-    given: list[list[list[int]]] = [[[], [], []], [[], [], []]]
-    while tracker.epoch < 2:
-        for worker, own in zip(workers, given, strict=True):
-            if not worker.fetched and not worker.fetch():
-                worker.begin()
-            for batch in worker.fetched:
-                own[batch.epoch] += [run.slice_index for run in batch.runs]
-            worker.train()
-    for first, second, _ in given:
-        kept = min(keeps, 4)
-        assert set(second[:kept]) <= set(first[-keeps:])
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, 1.5, True])

@@ -15,7 +15,6 @@ from lightning_bytescheduler.slices.slice import samples_of
 from lightning_bytescheduler.slices.tracker import AskLater, QuarantineSlice, ReportProgress, WaitReason
 from tests.slices.tracker_workers import Clock, Worker, finish, make_tracker
 
-LEASE = 50.0
 NAMES = st.sampled_from("abcd")
 
 
@@ -31,12 +30,11 @@ class TrackerMachine(RuleBasedStateMachine):
 
     @initialize(
         counts=st.lists(st.integers(1, 9), min_size=1, max_size=8),
-        prefetch=st.integers(1, 3),
         seed=st.integers(0, 5),
     )
-    def start(self, counts, prefetch, seed):
-        self.counts, self.prefetch = counts, prefetch
-        self.options = {"seed": seed, "lease": LEASE}
+    def start(self, counts, seed):
+        self.counts = counts
+        self.options = {"seed": seed}
         self.clock = Clock()
         self.tracker = make_tracker(counts, self.clock, **self.options)
         self.trained: Counter = Counter()
@@ -47,30 +45,38 @@ class TrackerMachine(RuleBasedStateMachine):
         self.mail: list[tuple[str, object]] = []
         self.processes = 0
         self.saved: Any = None
-        self.join("a", 0)
-        self.join("b", 8)
+        self.join("a")
+        self.join("b")
 
     def worker(self, data):
         """One of those that are there, joining first if nobody is."""
-        self.expire()
         if not self.workers:
-            self.join("c", 2)
+            self.join("c")
         return self.workers[data.draw(st.sampled_from(sorted(self.workers)))]
 
-    def expire(self):
-        """Nobody's lease ends unnoticed; those who have not joined since a state was loaded did not die."""
-        names = self.tracker.expire()
-        if any(name in self.workers or name in self.dead for name in names):
+    @property
+    def gone(self):
+        """Those that are dead unnoticed, or have not joined since a state was loaded."""
+        return sorted(self.tracker._workers.keys() - self.workers.keys())
+
+    @precondition(lambda self: self.gone)
+    @rule(data=st.data())
+    def notice(self, data):
+        """The tracker's owner gives a worker up."""
+        self.give_up(data.draw(st.sampled_from(self.gone)))
+
+    def give_up(self, name):
+        if name in self.dead:
             self.mourn()
-        self.dead -= set(names)
+            self.dead.discard(name)
+        self.tracker.release(name)
 
     def mourn(self):
         """What was held may be of any epoch that is open, or was a moment ago."""
         self.deaths |= {self.tracker.epoch - 1, self.tracker.epoch, self.tracker.epoch + 1}
 
-    @rule(name=NAMES, keeps=st.integers(0, 8))
-    def join(self, name, keeps):
-        self.expire()
+    @rule(name=NAMES)
+    def join(self, name):
         if name in self.workers:
             return
         self.processes += 1
@@ -82,8 +88,6 @@ class TrackerMachine(RuleBasedStateMachine):
             name,
             self.trained,
             incarnation=f"process {self.processes}",
-            keeps=keeps,
-            prefetch=self.prefetch,
         )
 
     @rule(data=st.data(), lose=st.booleans())
@@ -112,7 +116,6 @@ class TrackerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.mail)
     @rule(data=st.data())
     def deliver(self, data):
-        self.expire()
         _, message = self.mail.pop(data.draw(st.integers(0, len(self.mail) - 1)))
         self.tracker.progress(message)
 
@@ -143,10 +146,6 @@ class TrackerMachine(RuleBasedStateMachine):
         self.deliver_all([name])
         self.workers.pop(name).leave()
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, 10.0, LEASE / 2]))
-    def wait(self, seconds):
-        self.clock.now += seconds
-
     @rule(data=st.data())
     def quarantine(self, data):
         worker = self.worker(data)
@@ -158,7 +157,6 @@ class TrackerMachine(RuleBasedStateMachine):
     @rule()
     def save(self):
         """A checkpoint is made when what was trained on is reported, and nobody is dead unnoticed."""
-        self.expire()
         if self.dead:
             return
         self.deliver_all(list(self.workers))
@@ -223,13 +221,11 @@ class TrackerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "tracker"):
             return
-        self.expire()
         self.deliver_all(list(self.workers))
         if not self.workers:
-            self.join("d", 0)
-        # Workers whose lease ends now are dead, or not there since the state was loaded.
-        if self.dead:
-            self.mourn()
+            self.join("d")
+        for name in self.gone:
+            self.give_up(name)
         finish(self.tracker, list(self.workers.values()), self.clock)
         self.counts_add_up()
         self.check_end(self.tracker.epoch)

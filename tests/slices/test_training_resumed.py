@@ -143,9 +143,7 @@ def test_a_damaged_state_is_an_error(rows: str) -> None:
     damages: list[dict[str, Any]] = [
         {"version": 9},
         {"version": True},
-        {"position": [[99, []]]},
         {"position": [[True, []]]},
-        {"position": [[1, [[[0, 5, 5]]]]]},
         {"epoch": None},
         {"epoch": -1},
         {"quarantined": {"a": None}},

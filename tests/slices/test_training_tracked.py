@@ -178,13 +178,13 @@ def test_resumed_by_more_workers_with_other_batch_sizes(tmp_path: Path, rows: st
     assert set(counts) == set(range(SAMPLES))
 
 
-def test_a_fit_that_ends_early_gives_back_what_it_holds(rows: str) -> None:
+def test_a_fit_that_ends_early_has_reported_all_and_the_next_one_goes_on(rows: str) -> None:
     hosts = Hosts(1)
     data = data_of(hosts.of(0), rows)
     first = fit(data, max_epochs=-1, max_steps=2)
     assert hosts.tracker is not None
     report = hosts.tracker.report()
-    assert (report.workers, report.trained) == (0, 8)
+    assert (report.workers, report.trained) == (1, 8)
     second = fit(data)
     assert trained(first.batches, second.batches) == Counter(range(SAMPLES))
 

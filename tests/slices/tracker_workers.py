@@ -8,14 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import Slice
 from lightning_bytescheduler.slices.tracker import (
     AskLater,
     Assignment,
     JoinAgain,
     JoinTracker,
-    LeaveTracker,
     Receipt,
     ReportProgress,
     RequestSlice,
@@ -35,13 +33,13 @@ class Clock:
 
 def slices(counts: list[int], prefix: str = "slice") -> list[Slice]:
     return [
-        Slice(key=f"{prefix}{index}", url=f"memory://{prefix}{index}", start=0, size=count, samples=count)
+        Slice(key=f"{prefix}{index}", url=f"memory://{prefix}{index}", size=count, samples=count)
         for index, count in enumerate(counts)
     ]
 
 
 def make_tracker(counts: list[int], clock: Clock | None = None, **options) -> SliceTracker:
-    return SliceTracker(SliceCatalogue(slices(counts)), TrackerOptions(**options), clock=clock or Clock())
+    return SliceTracker(SliceCatalogue(slices(counts)), clock=clock or Clock(), **options)
 
 
 def state_of(tracker: SliceTracker, key: str) -> int:
@@ -60,8 +58,8 @@ class Held:
     def __init__(self, assignment: Assignment) -> None:
         self.grant = assignment.grant
         self.epoch = assignment.epoch
-        self.key = assignment.slice.key
-        self.samples = assignment.slice.samples
+        self.key = assignment.key
+        self.samples = assignment.samples
         self.position = assignment.todo[0][0]
         self.begun = False
 
@@ -140,7 +138,7 @@ class Worker:
         return reply.accepted
 
     def leave(self) -> None:
-        self.tracker.answer(LeaveTracker(session=self.session))
+        self.tracker.release(self.name)
 
 
 def finish(tracker: SliceTracker, workers: list[Worker], clock: Clock, batch: int = 3) -> None:
@@ -173,9 +171,7 @@ def tracked_training(
     client: Any, data: Sequence[Slice], *, batch_sizes: Sequence[int] = (1,), rank: int = 0, **host: Any
 ) -> TrackedTraining:
     """One rank's, which has reached the tracker if it is the first."""
-    store: Any = SimpleNamespace(source=SimpleNamespace(slices=tuple(data)), depth=2, keeps=0)
-    training = TrackedTraining(
-        Host(client, **host), store, options=TrackerOptions(), batch_sizes=batch_sizes, rank=rank
-    )
+    store: Any = SimpleNamespace(source=SimpleNamespace(slices=tuple(data)), depth=2)
+    training = TrackedTraining(Host(client, **host), store, batch_sizes=batch_sizes, rank=rank)
     training.open(None)
     return training

@@ -20,7 +20,6 @@ from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.diloco.round_record import RECORD_NAME, RoundFile
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.serving import ServerAccess, parse_bind, read_token
-from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.urls import local_path
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ def _server(
 
     slices = store = rounds_file = None
     if options.train is not None:
-        slices = SliceRoutes(options.train, TrackerOptions(lease=options.lease_s))
+        slices = SliceRoutes(options.train)
     if options.state is not None:
         store = StateStore(options.state)
         if (folder := local_path(options.state)) is not None:

@@ -193,7 +193,8 @@ class CoordinatorService:
         if self.slices is not None:
             if state["slices"] is None:
                 raise OptionError("train", "some", "left out, as when the saved run was started")
-            self.slices.tracker.load_state_dict(state["slices"], patience=self.run.options.rounds.silent_after)
+            members, patience = [member.name for member in self.run.members], self.run.options.rounds.silent_after
+            self.slices.tracker.load_state_dict(state["slices"], workers=members, patience=patience)
         log.info("The run goes on after round %d, with %d samples.", self.run.lineage.version, self.run.samples)
 
     @property
@@ -319,7 +320,7 @@ class CoordinatorService:
             connection.cut("Come back: another worker has to send the first weights.")
 
     async def _tick(self) -> None:
-        loop_seconds = alive_at = 0.0
+        alive_at = 0.0
         while True:
             now = time.monotonic()
             if now >= alive_at:
@@ -333,9 +334,6 @@ class CoordinatorService:
             self.run.tick(now)
             self.stalls.look()
             if self.slices is not None:
-                if now - loop_seconds > self.run.options.lease / 4:
-                    loop_seconds = now
-                    self.slices.renew(self.run.members)
                 self.slices.take_back(self.run.members, self.run.scheduler.workers, self.run.options.rounds, now)
             following = self.run.scheduler.next_tick
             wait = _LONGEST_TICK_S if following is None else min(max(following - now, 0.005), _LONGEST_TICK_S)

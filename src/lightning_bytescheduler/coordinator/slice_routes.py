@@ -9,14 +9,12 @@ from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 from lightning_bytescheduler.diloco.round_roster import WorkerProgress
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.source import open_source
 from lightning_bytescheduler.slices.tracker import (
     Call,
     JoinAgain,
     Joined,
     JoinTracker,
-    RenewLease,
     Reply,
     SliceTracker,
     decode,
@@ -28,7 +26,6 @@ class SliceRoutes:
 
     Args:
         urls: Of the training data, as ``SliceDataModule(train=...)`` takes them.
-        options: How slices are handed out; the lease is the members'.
 
     Attributes:
         tracker: Of the slices; it knows members by their names.
@@ -37,10 +34,10 @@ class SliceRoutes:
         OptionError: If the data cannot be found; names what is wrong with it.
     """
 
-    def __init__(self, urls: Sequence[str], options: TrackerOptions) -> None:
+    def __init__(self, urls: Sequence[str]) -> None:
         source = open_source(urls, option="train")
-        self.tracker = SliceTracker(source.catalogue, options, clock=time.monotonic, counts_merged=True)
-        self._sessions: dict[int, str] = {}  # of the tracker: the member's digest
+        self.tracker = SliceTracker(source.catalogue, clock=time.monotonic, counts_merged=True)
+        self._sessions: dict[str, int] = {}  # of the tracker, by the member's digest
 
     def answer(self, member: Member, text: str | bytes) -> Reply:
         """Answer a message of a member, whose name at the tracker is its own.
@@ -53,7 +50,7 @@ class SliceRoutes:
             raise OptionError("message", type(message).__name__, "one that workers send")
         if isinstance(message, JoinTracker):
             return self._join(member, message)
-        if self._sessions.get(message.session) != member.digest:
+        if self._sessions.get(member.digest) != message.session:
             return JoinAgain()
         return self.tracker.answer(message)
 
@@ -61,30 +58,20 @@ class SliceRoutes:
         if message.worker != member.name:
             raise OptionError("worker", message.worker, f"{member.name!r}, the name of this worker")
         joined = self.tracker.join(message)
-        self._sessions[joined.session] = member.digest
+        self._sessions[member.digest] = joined.session
         return joined
-
-    def renew(self, members: Iterable[Member]) -> None:
-        """Renew what members hold that are alive, and forget sessions that are over."""
-        alive = {member.digest for member in members}
-        self._sessions = {
-            session: owner
-            for session, owner in self._sessions.items()
-            if owner in alive and not isinstance(self.tracker.renew(RenewLease(session=session)), JoinAgain)
-        }
 
     def release(self, member: Member) -> None:
         """Take back what a member holds that has gone."""
         self.tracker.release(member.name)
-        self._sessions = {session: owner for session, owner in self._sessions.items() if owner != member.digest}
+        self._sessions.pop(member.digest, None)
 
     def take_back(
         self, members: Iterable[Member], workers: Mapping[str, WorkerProgress], rounds: RoundOptions, now: float
     ) -> None:
         """Let others have what a member holds that is cut off or stands still.
 
-        One that is connected may be back at once, so it is given as long again, unless others wait at an epoch's end.
-        What is handed out again only there is trained on by few, while all others wait for these.
+        One that is connected may be back at once, so it is given as long again.
 
         Args:
             members: All there are.
@@ -95,7 +82,6 @@ class SliceRoutes:
         for member in members:
             silent = member.silent
             if not silent and member.name in workers:
-                since = now if self.tracker.wanted else now - rounds.silent_after
-                silent = workers[member.name].is_silent(rounds, since)
+                silent = workers[member.name].is_silent(rounds, now - rounds.silent_after)
             if silent and self.tracker.held(member.name):
                 self.release(member)

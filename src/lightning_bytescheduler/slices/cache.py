@@ -1,7 +1,6 @@
 """The cache of slices: a folder on this machine, bounded in bytes, shared by its processes.
 
-A slice is one file: its bytes, then the digests of its chunks, which allows verification also for sources without an
-index. The file is complete or absent: it is written under another name, synced and renamed. A user of a file holds a
+A slice is one file, complete or absent: it is written under another name, synced and renamed. A user of a file holds a
 shared lock on it; files without a lock may be deleted.
 
 Adding and deleting files needs the folder's lock, which is held for a listing, never for a transfer. All locks are the
@@ -17,21 +16,17 @@ import os
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.slices.slice import DIGEST_BYTES, Bytes, ChunkPlan, digests_of
+from lightning_bytescheduler.slices.slice import Bytes, Slice
 
 try:
     import fcntl
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-
-CAN_CACHE = fcntl is not None
-"""Whether this system has POSIX file locks, which a shared cache needs."""
 
 _COMPLETE = ".slice"
 _PARTIAL = ".partial"
@@ -62,10 +57,10 @@ class SliceCache:
     def __init__(self, folder: str | os.PathLike[str], capacity_bytes: int) -> None:
         self.folder = Path(folder).absolute()
         self.capacity_bytes = require_whole("cache", capacity_bytes, 1)
-        if not CAN_CACHE:
+        if fcntl is None:
             raise UnsupportedError(
-                "A cache of slices needs file locks as Linux and macOS have them. Leave cache out, which fetches "
-                "slices anew in each epoch, use sources on this machine, or train in WSL."
+                "A cache of slices needs file locks as Linux and macOS have them: copy the slices to this machine, or "
+                "train in WSL."
             )
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -78,14 +73,14 @@ class SliceCache:
             for path, _, _ in self._files(_PARTIAL):
                 _delete_unused(path)
 
-    def has(self, plan: ChunkPlan) -> bool:
+    def has(self, slice_: Slice) -> bool:
         """Whether a slice is in the cache."""
-        return self.path_of(plan).exists()
+        return self.path_of(slice_).exists()
 
-    def find(self, plan: ChunkPlan) -> CachedSlice | None:
+    def find(self, slice_: Slice) -> CachedSlice | None:
         """Open a slice, which keeps it in the cache; ``None`` if it is absent."""
         try:
-            descriptor = os.open(self.path_of(plan), os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(self.path_of(slice_), os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
         # A process locks a file before deletion, so either the file stays or its deletion is seen here.
@@ -93,21 +88,21 @@ class SliceCache:
             os.close(descriptor)
             return None
         os.utime(descriptor)  # the time of its last use
-        cached = CachedSlice(descriptor, plan)
-        if os.fstat(descriptor).st_size == file_bytes(plan):
+        cached = CachedSlice(descriptor, slice_)
+        if os.fstat(descriptor).st_size == slice_.size:
             return cached
         self.discard(cached)
         cached.close()
         return None
 
-    def follow(self, plan: ChunkPlan) -> GrowingSlice | None:
+    def follow(self, slice_: Slice) -> GrowingSlice | None:
         """Open a slice that is being written; ``None`` if there is none."""
         try:
-            return GrowingSlice(os.open(self.partial_of(plan), os.O_RDONLY | os.O_CLOEXEC), plan)
+            return GrowingSlice(os.open(self.partial_of(slice_), os.O_RDONLY | os.O_CLOEXEC), slice_)
         except FileNotFoundError:
             return None
 
-    def begin(self, plan: ChunkPlan) -> SliceWriter | None:
+    def begin(self, slice_: Slice) -> SliceWriter | None:
         """Begin to write a slice; ``None`` if it is present, or a living process is writing it.
 
         Raises:
@@ -115,16 +110,16 @@ class SliceCache:
             DiskFailed: If the folder cannot be used.
         """
         try:
-            return self._begin(plan)
+            return self._begin(slice_)
         except OSError as error:
             raise DiskFailed(f"The cache cannot be used: {error}") from error
 
-    def _begin(self, plan: ChunkPlan) -> SliceWriter | None:
-        partial = self.partial_of(plan)
+    def _begin(self, slice_: Slice) -> SliceWriter | None:
+        partial = self.partial_of(slice_)
         with self.locked():
-            if self.has(plan) or (partial.exists() and not _delete_unused(partial)):
+            if self.has(slice_) or (partial.exists() and not _delete_unused(partial)):
                 return None
-            needed = file_bytes(plan)
+            needed = slice_.size
             used = sum(size for _, size, _ in self._files(_COMPLETE))
             # Slices being written count with their final size.
             used += sum(int(path.stem.rpartition("-")[2]) for path, _, _ in self._files(_PARTIAL))
@@ -133,11 +128,11 @@ class SliceCache:
                 raise CacheFull(f"The cache in {self.folder} has no room for {needed} bytes beside what is in use.")
             descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             lock_file(descriptor, exclusive=True)
-        return SliceWriter(self, descriptor, plan)
+        return SliceWriter(self, descriptor, slice_)
 
     def discard(self, damaged: CachedSlice) -> None:
         """Delete a slice that turned out to be damaged."""
-        path = self.path_of(damaged.plan)
+        path = self.path_of(damaged.slice)
         with self.locked(), suppress(FileNotFoundError):
             if path.stat().st_ino == damaged.inode:  # otherwise another process has fetched it again
                 path.unlink()
@@ -166,13 +161,13 @@ class SliceCache:
             found = [(Path(entry.path), entry.stat()) for entry in entries if entry.name.endswith(suffix)]
         return [(path, about.st_size, about.st_mtime) for path, about in found]
 
-    def path_of(self, plan: ChunkPlan) -> Path:
+    def path_of(self, slice_: Slice) -> Path:
         """Path of a complete slice."""
-        return self.folder / f"{plan.name}{_COMPLETE}"
+        return self.folder / f"{slice_.name}{_COMPLETE}"
 
-    def partial_of(self, plan: ChunkPlan) -> Path:
+    def partial_of(self, slice_: Slice) -> Path:
         """Path of a slice while it is written, which says how large it will be."""
-        return self.folder / f"{plan.name}-{file_bytes(plan)}{_PARTIAL}"
+        return self.folder / f"{slice_.name}-{slice_.size}{_PARTIAL}"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -206,18 +201,18 @@ class GrowingSlice:
         descriptor: Descriptor of the file; owned from now on.
     """
 
-    def __init__(self, descriptor: int, plan: ChunkPlan) -> None:
+    def __init__(self, descriptor: int, slice_: Slice) -> None:
         self._descriptor = descriptor
-        self.plan = plan
+        self.slice = slice_
 
     def chunk(self, number: int) -> bytearray | None:
         """Return chunk ``number`` if it has been written, or ``None``."""
-        start, stop = self.plan.bounds(number)
+        start, stop = self.slice.bounds(number)
         if os.fstat(self._descriptor).st_size < stop:
             return None
         content = bytearray(stop - start)
         length = os.preadv(self._descriptor, [content], start)
-        return content if length == len(content) and self.plan.is_right(number, content) else None
+        return content if length == len(content) and self.slice.is_right(number, content) else None
 
     @property
     def inode(self) -> int:
@@ -235,15 +230,12 @@ class CachedSlice(GrowingSlice):
     """A complete slice that stays in the cache while this is open, by a shared lock on its file."""
 
     def chunks(self, first: int, *, together: bool = False) -> Generator[memoryview, None, int]:
-        """Yield verified chunks from number ``first`` on, in mapped memory; see ``ChunkPlan.right_chunks``."""
-        plan, size = self.plan, self.plan.slice.size
-        if not size:
+        """Yield verified chunks from number ``first`` on, in mapped memory; see ``Slice.right_chunks``."""
+        if not self.slice.size:
             return 0
-        if plan.digests is None:  # without an index, those count that were written
-            plan = replace(plan, digests=os.pread(self._descriptor, plan.count * DIGEST_BYTES, size))
         # Private: a reader may write to its chunks without effect on the file or other readers.
-        content = memoryview(mmap.mmap(self._descriptor, size, access=mmap.ACCESS_COPY))
-        return (yield from plan.right_chunks(content, first, together=together))
+        content = memoryview(mmap.mmap(self._descriptor, self.slice.size, access=mmap.ACCESS_COPY))
+        return (yield from self.slice.right_chunks(content, first, together=together))
 
 
 class SliceWriter(GrowingSlice):
@@ -253,11 +245,10 @@ class SliceWriter(GrowingSlice):
         descriptor: Descriptor of the new file, with an exclusive lock while the writer lives; owned from now on.
     """
 
-    def __init__(self, cache: SliceCache, descriptor: int, plan: ChunkPlan) -> None:
-        super().__init__(descriptor, plan)
+    def __init__(self, cache: SliceCache, descriptor: int, slice_: Slice) -> None:
+        super().__init__(descriptor, slice_)
         self._cache = cache
         self._written = 0
-        self._digests: list[bytes] = []
 
     def write(self, chunk: Bytes) -> None:
         """Write the next chunk.
@@ -265,42 +256,7 @@ class SliceWriter(GrowingSlice):
         Raises:
             DiskFailed: If the disk is full of slices in use, or broken.
         """
-        self._append(chunk)
-        self._digests.append(digests_of(chunk, self.plan.chunk_bytes))
-
-    def commit(self) -> CachedSlice:
-        """Make the slice durable and visible; it stays open, and so in the cache.
-
-        Raises:
-            DiskFailed: If that fails.
-        """
-        self._append(b"".join(self._digests))
-        try:
-            os.fsync(self._descriptor)
-            with self._cache.locked():  # during the renaming the file is briefly unlocked
-                fcntl.flock(self._descriptor, fcntl.LOCK_SH)
-                self._cache.partial_of(self.plan).rename(self._cache.path_of(self.plan))
-            folder = os.open(self._cache.folder, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-        except OSError as error:
-            raise DiskFailed(f"The cache cannot be written: {error}") from error
-        descriptor, self._descriptor = self._descriptor, -1
-        return CachedSlice(descriptor, self.plan)
-
-    def abandon(self) -> None:
-        """Delete what was written; does nothing after a commit."""
-        if self._descriptor < 0:
-            return
-        # Where that fails, the file is a leftover once it is closed, which the next process deletes.
-        with suppress(OSError), self._cache.locked():
-            self._cache.partial_of(self.plan).unlink(missing_ok=True)
-        self.close()
-
-    def _append(self, content: Bytes) -> None:
-        view = memoryview(content)
+        view = memoryview(chunk)
         while view:
             try:
                 length = os.pwrite(self._descriptor, view, self._written)
@@ -311,10 +267,35 @@ class SliceWriter(GrowingSlice):
             self._written += length
             view = view[length:]
 
+    def commit(self) -> CachedSlice:
+        """Make the slice durable and visible; it stays open, and so in the cache.
 
-def file_bytes(plan: ChunkPlan) -> int:
-    """Return the bytes that a slice takes in the cache."""
-    return plan.slice.size + plan.count * DIGEST_BYTES
+        Raises:
+            DiskFailed: If that fails.
+        """
+        try:
+            os.fsync(self._descriptor)
+            with self._cache.locked():  # during the renaming the file is briefly unlocked
+                fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+                self._cache.partial_of(self.slice).rename(self._cache.path_of(self.slice))
+            folder = os.open(self._cache.folder, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise DiskFailed(f"The cache cannot be written: {error}") from error
+        descriptor, self._descriptor = self._descriptor, -1
+        return CachedSlice(descriptor, self.slice)
+
+    def abandon(self) -> None:
+        """Delete what was written; does nothing after a commit."""
+        if self._descriptor < 0:
+            return
+        # Where that fails, the file is a leftover once it is closed, which the next process deletes.
+        with suppress(OSError), self._cache.locked():
+            self._cache.partial_of(self.slice).unlink(missing_ok=True)
+        self.close()
 
 
 def lock_file(descriptor: int, *, exclusive: bool) -> bool:

@@ -26,24 +26,16 @@ class SliceCatalogue:
     """The slices of a data set.
 
     Args:
-        slices: The slices in order.
+        slices: The slices in order, at least one; each has a key of its own.
 
     Attributes:
         samples: Samples of each slice, int64, read-only.
         total_samples: Their sum.
-
-    Raises:
-        OptionError: If there is no slice, or two have the same key.
     """
 
     def __init__(self, slices: Iterable[Slice]) -> None:
         self._slices = tuple(slices)
-        if not self._slices:
-            raise OptionError("slices", [], "one slice at least")
         self._indices = {slice_.key: index for index, slice_ in enumerate(self._slices)}
-        if len(self._indices) < len(self._slices):
-            twin = next(one.key for index, one in enumerate(self._slices) if self._indices[one.key] != index)
-            raise OptionError("slices", twin, "slices of different keys (this key is there twice)")
         self.samples: npt.NDArray[np.int64] = np.array([slice_.samples for slice_ in self._slices], dtype=np.int64)
         self.samples.flags.writeable = False
         self.total_samples = int(self.samples.sum())
@@ -127,12 +119,7 @@ def slice_order(slices: int, *, seed: int, epoch: int, shuffle: bool = True) -> 
 
     Returns:
         A permutation of ``range(slices)``.
-
-    Raises:
-        OptionError: If a number is out of its range.
     """
-    if slices >= 2**31:
-        raise OptionError("slices", slices, "less than 2**31")
     if not shuffle:
         return np.arange(slices, dtype=np.int32)
     return _permutation(slices, seed, epoch, stream=0).astype(np.int32)
@@ -151,9 +138,6 @@ def sample_order(samples: int, *, seed: int, epoch: int, slice_index: int) -> np
 
     Returns:
         A permutation of ``range(samples)``.
-
-    Raises:
-        OptionError: If a number is out of its range.
     """
     return _permutation(samples, seed, epoch, stream=slice_index + 1)
 
@@ -169,8 +153,6 @@ def require_seed(option: str, value: object) -> None:
 
 
 def _permutation(count: int, seed: int, epoch: int, *, stream: int) -> npt.NDArray[np.int64]:
-    for option, value in (("count", count), ("seed", seed), ("epoch", epoch), ("stream", stream)):
-        require_seed(option, value)
     key = np.array([seed, epoch], dtype=np.uint64)
     # Each stream has 2**128 of the generator's 2**256 numbers.
     counter = np.array([0, 0, stream, 0], dtype=np.uint64)

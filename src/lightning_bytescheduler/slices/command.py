@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make = actions.add_parser(
         "make",
         help="cut files into slices with an index",
-        description="Cut .txt, .jsonl (also .gz and .zst), .npy and .parquet files into slices, with an index of "
+        description="Cut .txt, .jsonl, .npy and .parquet files (also .gz) into slices, with an index of "
         "counts and checksums.",
     )
     make.add_argument("sources", nargs="+", metavar="SRC", help="files, folders or globs; any URL that fsspec opens")
@@ -127,7 +127,7 @@ def verify_slices(source: SliceSource, progress: Callable[[int, int], None]) -> 
     for slice_ in source.slices:
         try:
             # A missing file is not waited for, as in a training, where its folder may be mounted later.
-            chunks = fetch_chunks(source.plan(slice_), partial(source.read, slice_), lasting=(*LASTING, *MISSING))
+            chunks = fetch_chunks(slice_, partial(source.read, slice_), lasting=(*LASTING, *MISSING))
             for _ in source.open(slice_, lambda: chunks).take(0, slice_.samples):  # noqa: B023  # called at once
                 pass
             for _ in chunks:

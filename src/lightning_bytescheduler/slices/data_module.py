@@ -11,22 +11,19 @@ import numpy as np
 
 from lightning_bytescheduler.checks import options_by_name, require_one_of, require_whole
 from lightning_bytescheduler.exceptions import BadSampleError, OptionError, UnsupportedError
-from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
+from lightning_bytescheduler.lightning_api import pl
 from lightning_bytescheduler.registration import require_same_package
-from lightning_bytescheduler.slices.cache import CAN_CACHE
+from lightning_bytescheduler.slices.catalogue import require_seed
 from lightning_bytescheduler.slices.epoch_plan import EpochPlan, Mixture, ReadReport
 from lightning_bytescheduler.slices.fetch import SliceCounters, SliceStatistics
 from lightning_bytescheduler.slices.formats import SliceReader
 from lightning_bytescheduler.slices.loader import BatchReader, SliceLoader, collate_samples
 from lightning_bytescheduler.slices.options import (
     StoreOptions,
-    TrackerOptions,
     batch_sizes_of,
     default_cache_dir,
-    require_batch_size,
     require_function,
     require_mixture,
-    require_packages,
     require_urls,
 )
 from lightning_bytescheduler.slices.source import SliceSource, open_source
@@ -36,7 +33,6 @@ from lightning_bytescheduler.slices.training import (
     TrackedTraining,
     TrackerHost,
     require_same,
-    require_tracker_host,
 )
 from lightning_bytescheduler.slices.urls import require_protocols, require_storage_options, takes
 
@@ -81,8 +77,8 @@ class SliceDataModule(pl.LightningDataModule):
         batch_size: Samples of a batch; a list has one number for each rank. If the strategy shares batches out, it is
             one number: times the ranks, or of all ranks, depending on the strategy.
         eval_batch_size: The same for validation, test and prediction; ``None`` means ``batch_size``.
-        num_workers: Processes of each rank that read. Each makes only the samples of its own batches, so a ``reader``
-            should reach its ``first`` sample quickly. They live from epoch to epoch, until ``teardown``.
+        num_workers: Processes of each rank that read. Each makes only the samples of its own batches, but a ``reader``
+            makes all of a slice: leave decoding to ``transform``. They live from epoch to epoch, until ``teardown``.
         shuffle: Shuffle the training slices anew in each epoch; ``"samples"`` also shuffles the samples of each, which
             maps one whole slice into memory for each process that reads.
         seed: Seed of these orders.
@@ -136,28 +132,28 @@ class SliceDataModule(pl.LightningDataModule):
         self._urls.update({split: require_urls(split, urls) for split, urls in given.items() if urls is not None})
         if not self._urls:
             raise OptionError("train", train, "given, or val, test or predict")
-        require_packages("SliceDataModule")
         for split, urls in self._urls.items():
             require_protocols(split, urls)
         for split in {"train", *given} - self._urls.keys():
             # as if the method did not exist, which Lightning distinguishes from a loader without batches
             setattr(self, f"{split}_dataloader", getattr(super(), f"{split}_dataloader"))
-        self.batch_size = require_batch_size("batch_size", batch_size)
-        self.eval_batch_size = (
-            None if eval_batch_size is None else require_batch_size("eval_batch_size", eval_batch_size)
-        )
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
+        batch_sizes_of("batch_size", batch_size)
+        if eval_batch_size is not None:
+            batch_sizes_of("eval_batch_size", eval_batch_size)
         if not isinstance(shuffle, bool) and shuffle != "samples":
             raise OptionError("shuffle", shuffle, "True, False or 'samples'")
         require_function("transform", transform, "sample")
         require_function("collate", collate, "samples")
-        require_function("reader", reader, "stream", "first")
+        require_function("reader", reader, "stream")
         processes = require_whole("num_workers", num_workers, 0)
         skips = require_one_of("on_bad_sample", on_bad_sample, ("raise", "skip")) == "skip"
         given_cache = dict(cache) if isinstance(cache, Mapping) else {"dir": cache}
-        if given_cache.get("dir") is None and CAN_CACHE:
+        if given_cache.get("dir") is None:
             given_cache["dir"] = default_cache_dir()
         self._storing = StoreOptions(cache=given_cache, timeout=timeout)
-        self._tracking = TrackerOptions(seed=seed, shuffle=bool(shuffle))
+        require_seed("seed", seed)
+        self._seed, self._shuffles = seed, bool(shuffle)
         self._shuffle_samples = shuffle == "samples"
         self._reads = partial(BatchReader, transform=transform, seed=seed, skip=skips)
         self._loads = partial(SliceLoader, collate=collate or collate_samples, num_workers=processes)
@@ -183,10 +179,8 @@ class SliceDataModule(pl.LightningDataModule):
             host: The way to the tracker; ``None`` goes back to ranks that step together.
 
         Raises:
-            OptionError: If it is not a ``TrackerHost``, or a fit is running.
+            OptionError: If a fit is running.
         """
-        if host is not None:
-            require_tracker_host(host)
         if self._stores:
             allowed = "bound before setup(), as in Strategy.setup_environment, or after teardown()"
             raise OptionError("host", host, allowed)
@@ -231,11 +225,6 @@ class SliceDataModule(pl.LightningDataModule):
                 if split not in self._sources:
                     self._sources[split] = self._open(split)
                 self._stores[split] = SliceStore(self._sources[split], self._storing)
-        if self._storing.cache_dir is None and not all(store.is_local for store in self._stores.values()):
-            rank_zero_warn(
-                "slices: this system has no file locks as Linux and macOS have them, so there is no cache, and slices "
-                "are fetched anew in each epoch. Copy them to this machine, or train in WSL."
-            )
         if stage == "fit":
             self._set_up_training()
 
@@ -318,8 +307,8 @@ class SliceDataModule(pl.LightningDataModule):
             batch_sizes=batch_sizes,
             mixture=None if self._weights is None else self._mixed(self._weights),
             rank=rank,
-            seed=self._tracking.seed,
-            shuffle=self._tracking.shuffle,
+            seed=self._seed,
+            shuffle=self._shuffles,
             is_shared=is_shared,
         )
 
@@ -350,7 +339,7 @@ class SliceDataModule(pl.LightningDataModule):
             batch_sizes = (batch_sizes_of("batch_size", self.batch_size, host.workers)[host.worker],)
             rank = 0  # of its own world, whatever its number among all workers
         store = self._stores["train"]
-        return TrackedTraining(host, store, options=self._tracking, batch_sizes=batch_sizes, rank=rank)
+        return TrackedTraining(host, store, batch_sizes=batch_sizes, seed=self._seed, shuffle=self._shuffles, rank=rank)
 
     def _rank_and_ranks(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
@@ -489,11 +478,6 @@ class SliceSteps(pl.Callback):
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and trainer.global_step % every == 0 and not trainer.barebones:
             self._log(pl_module)
-
-    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Renew the lease of held slices."""
-        if not trainer.sanity_checking and trainer.state.fn == "fit":
-            self._data.training.keep_alive()
 
     def _log(self, pl_module: pl.LightningModule) -> None:
         now, before, steps = self._data.statistics, self._logged, self._steps

@@ -111,9 +111,6 @@ class EpochPool:
     Args:
         samples: Samples of each slice of the catalogue; 0 leaves a slice out.
         position: Position to continue from, saved on any number of ranks; ``None`` is the beginning.
-
-    Raises:
-        OptionError: If it is not a position of this epoch.
     """
 
     def __init__(
@@ -126,7 +123,6 @@ class EpochPool:
         position = position or EpochPosition()
         self._order, self._samples = order[samples[order] > 0], samples
         self._dealt = position.dealt
-        self._require_position(position)
         self._held = [deque(own) for own in position.held]
         if len(self._held) != ranks:  # others go on with what these held
             runs = [run for own in position.held for run in own]
@@ -135,12 +131,6 @@ class EpochPool:
         self.left = int(samples[self._order[self._dealt :]].sum()) + sum(self._counts)
         for slices in range(1, _HELD + 1):  # one slice per rank in turns, so that few slices are on all ranks
             self._deal(slices)
-
-    def copy(self) -> EpochPool:
-        """Return a copy at the same position."""
-        found = copy.copy(self)
-        found._held, found._counts = [own.copy() for own in self._held], self._counts.copy()
-        return found
 
     @property
     def position(self) -> EpochPosition:
@@ -204,18 +194,6 @@ class EpochPool:
         self._counts[rank] += moved
         self._held[rank].extend(found)
 
-    def _require_position(self, position: EpochPosition) -> None:
-        """Require existing samples of dealt slices, each once."""
-        if not 0 <= position.dealt <= len(self._order):
-            raise OptionError("dealt", position.dealt, f"from 0 to {len(self._order)}, the slices of the epoch")
-        dealt = set(self._order[: position.dealt].tolist())
-        ends: dict[int, int] = {}
-        for run in sorted(run for own in position.held for run in own):
-            inside = ends.get(run.slice_index, 0) <= run.start < run.stop
-            if run.slice_index not in dealt or not inside or run.stop > self._samples[run.slice_index]:
-                raise OptionError("held", run, "of a slice that is dealt, and of samples that are nowhere else")
-            ends[run.slice_index] = run.stop
-
 
 class Mixture:
     """Which source each sample of an epoch comes from: one after the other the source that is most behind its share.
@@ -276,9 +254,6 @@ class MixedPool:
     Attributes:
         left: Samples that are left of the epoch.
         empty: The first source without a sample, if there is one: there is no epoch.
-
-    Raises:
-        OptionError: If it is not a position of this epoch, or what was taken is not what the mixture takes first.
     """
 
     def __init__(
@@ -290,24 +265,13 @@ class MixedPool:
         position: Sequence[EpochPosition] | None = None,
     ) -> None:
         own = [np.where(mixture.source_of == source, samples, 0) for source in range(len(mixture.shares))]
-        if position is not None and len(position) != len(own):
-            raise OptionError("position", len(position), f"of {len(own)} sources")
         self._mixture = mixture
         places = itertools.repeat(None) if position is None else position
         self._pools = [EpochPool(order, one, ranks, place) for one, place in zip(own, places, strict=False)]
         totals = [int(one.sum()) for one in own]
         self.empty = totals.index(0) if 0 in totals else None
-        taken = [total - pool.left for total, pool in zip(totals, self._pools, strict=True)]
-        self._taken = sum(taken)
-        if mixture.counts([self._taken])[0].tolist() != taken:
-            raise OptionError("position", taken, f"samples of the sources in shares of {mixture.shares}")
+        self._taken = sum(totals) - sum(pool.left for pool in self._pools)
         self.left = mixture.samples(totals) - self._taken
-
-    def copy(self) -> MixedPool:
-        """Return a copy at the same position."""
-        found = copy.copy(self)
-        found._pools = [pool.copy() for pool in self._pools]
-        return found
 
     @property
     def position(self) -> tuple[EpochPosition, ...]:
@@ -393,7 +357,7 @@ class EpochLeft:
         Yields:
             The pool after each batch, the batch's sizes, and the runs of each rank in it.
         """
-        pool, drawn = self.pool.copy(), deque(itertools.islice(self._drawn, self._unfinished))
+        pool, drawn = copy.deepcopy(self.pool), deque(itertools.islice(self._drawn, self._unfinished))
         self._drawn = drawn
         for own in drawn:
             pool.take(own)
@@ -600,9 +564,6 @@ class EpochPlan:
         overfits: bool = trainer.overfit_batches  # type: ignore[attr-defined]  # the same batches in each epoch
         self.start_epoch(self.epoch if overfits else self.epoch + 1)
 
-    def keep_alive(self) -> None:
-        """Do nothing, as ranks have no lease."""
-
     def close(self) -> None:
         """Do nothing; the position stays."""
 
@@ -626,8 +587,8 @@ class EpochPlan:
         Between epochs, data and seed may have changed.
 
         Raises:
-            TrackerStateError: If the state is damaged, of the middle of an epoch of other slices or another order, or
-                of workers that do not step together. Nothing has changed then.
+            TrackerStateError: If the state is of the middle of an epoch of other slices or another order, or of workers
+                that do not step together. Nothing has changed then.
         """
         if "epoch" in state:
             return  # of a coordinator's run, whose position is the coordinator's
@@ -645,14 +606,11 @@ class EpochPlan:
                 f"The state was saved in the middle of an epoch of other data or another order ({difference}): resume "
                 "with what it was saved with, or from the end of an epoch."
             )
-        try:
-            self._start(saved.epoch, saved.left_out, saved.position)
-        except OptionError as error:
-            raise TrackerStateError(f"The state of the slices is damaged: {error}") from error
+        self._start(saved.epoch, saved.left_out, saved.position)
         self._quarantined = saved.quarantined
 
     def _start(self, epoch: int, left_out: Mapping[str, str], position: tuple[EpochPosition, ...] | None) -> None:
-        """Go to a position of an epoch; nothing has changed if it raises."""
+        """Go to a position of an epoch."""
         pool = self._pool_of(epoch, left_out, position)
         self.left = EpochLeft(pool, self.batch_size, is_restored=position is not None)
         self.epoch, self._left_out, self._first = epoch, dict(left_out), 0

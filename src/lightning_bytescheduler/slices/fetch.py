@@ -19,7 +19,7 @@ from lightning_bytescheduler.checks import importing, is_whole
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SourceUnavailableError
 from lightning_bytescheduler.slices import urls
 from lightning_bytescheduler.slices.options import TIMEOUT
-from lightning_bytescheduler.slices.slice import ChunkPlan, Slice
+from lightning_bytescheduler.slices.slice import Slice
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,6 @@ def ask(
     timeout: float,
     waiting: Waiting,
     lasting: tuple[type[Exception], ...] = LASTING,
-    on_retry: Callable[[], None] = lambda: None,
 ) -> _Answer:
     """Ask a source, with retries while it does not answer.
 
@@ -127,7 +126,6 @@ def ask(
         timeout: Seconds without an answer before giving up.
         waiting: Time and chance.
         lasting: Errors that are raised at once, as retries do not help.
-        on_retry: Called before each pause.
 
     Raises:
         SourceUnavailableError: If the source does not answer, or refuses, which is not retried.
@@ -150,7 +148,6 @@ def ask(
 
     def before_pause(state: RetryCallState) -> None:
         nonlocal is_said
-        on_retry()
         if waiting.clock() - began >= _SAID_SECONDS and not is_said and state.outcome is not None:
             is_said = True
             words = _words(state.outcome.exception())
@@ -201,7 +198,6 @@ class SliceStatistics:
     cache_misses: int = 0
     uncached: int = 0
     bytes_fetched: int = 0
-    retries: int = 0
     corrupt_chunks: int = 0
     prefetched: int = 0
 
@@ -219,18 +215,20 @@ class SliceCounters:
             for name, amount in amounts.items():
                 self._sums[name] += amount
 
-    def sums(self) -> dict[str, float]:
-        """Return the present sums by the names of ``SliceStatistics``."""
+    def take(self) -> dict[str, float]:
+        """Return the sums that are not 0, by the names of ``SliceStatistics``, and begin anew."""
         with self._lock:
-            return dict(self._sums)
+            sums, self._sums = self._sums, asdict(SliceStatistics())
+        return {name: amount for name, amount in sums.items() if amount}
 
     def snapshot(self) -> SliceStatistics:
         """Return the present sums."""
-        return SliceStatistics(**self.sums())  # type: ignore[arg-type]
+        with self._lock:
+            return SliceStatistics(**self._sums)  # type: ignore[arg-type]
 
 
 def fetch_chunks(
-    plan: ChunkPlan,
+    slice_: Slice,
     read: Callable[[int, int], bytes],
     *,
     first: int = 0,
@@ -244,13 +242,13 @@ def fetch_chunks(
     Requests grow from one chunk to 16 MiB, so that the first sample comes soon, and latency is not paid for each chunk.
 
     Args:
-        plan: The chunks.
+        slice_: The slice.
         read: Reads the bytes of the slice's file from the first number up to, but not including, the second.
         first: Number of the first chunk.
         timeout: Seconds that the source may be unavailable.
         waiting: Time and chance.
         lasting: Errors that are raised at once, as retries do not help.
-        counters: Counts bytes and retries.
+        counters: Counts bytes and corrupt chunks.
 
     Yields:
         Verified chunks, each in its own memory.
@@ -259,21 +257,20 @@ def fetch_chunks(
         SliceCorruptError: If a chunk stays short or wrong when fetched again.
         SourceUnavailableError: If the source or the file is unavailable; its folder may not be mounted yet.
     """
-    slice_, waiting, counters = plan.slice, waiting or Waiting(), counters or SliceCounters()
+    waiting, counters = waiting or Waiting(), counters or SliceCounters()
     number, together = first, 1
     wrong = pauses = 0  # in a row: answers without a correct chunk, and incomplete answers
-    while number < plan.count:
+    while number < slice_.count:
         before = number
-        start = plan.bounds(number)[0]
-        stop = plan.bounds(min(number + together, plan.count) - 1)[1]
+        start = slice_.bounds(number)[0]
+        stop = slice_.bounds(min(number + together, slice_.count) - 1)[1]
         content = memoryview(
             ask(
                 slice_.url,
-                partial(read, slice_.start + start, slice_.start + stop),
+                partial(read, start, stop),
                 timeout=timeout,
                 waiting=waiting,
                 lasting=lasting,
-                on_retry=lambda: counters.add(retries=1),
             )
         )
         counters.add(bytes_fetched=len(content))
@@ -281,9 +278,9 @@ def fetch_chunks(
         if len(content) > stop - start:
             reason = "its source answers with more bytes than asked for, so it cannot serve ranges."
         while not reason and start < stop:
-            begin, end = plan.bounds(number)
+            begin, end = slice_.bounds(number)
             chunk = bytearray(content[: end - begin])
-            if plan.is_right(number, chunk):
+            if slice_.is_right(number, chunk):
                 yield chunk
                 content, start, number = content[end - begin :], end, number + 1
             elif len(chunk) < end - begin:
@@ -291,13 +288,13 @@ def fetch_chunks(
             else:
                 reason = f"its bytes {begin} to {end - 1} have another checksum than they should."
         if not reason:
-            together, wrong, pauses = min(2 * together, max(_REQUEST_BYTES // plan.chunk_bytes, 1)), 0, 0
+            together, wrong, pauses = min(2 * together, max(_REQUEST_BYTES // slice_.chunk_bytes, 1)), 0, 0
             continue
         # Short, or a wrong chunk: ask again from the first missing chunk.
         wrong = 1 if number > before else wrong + 1
         pauses += 1
         together = 1
-        counters.add(retries=1, corrupt_chunks=1)
+        counters.add(corrupt_chunks=1)
         if wrong >= _ATTEMPTS:
             raise SliceCorruptError(slice_.key, slice_.url, f"{reason} It was fetched {wrong} times.")
         waiting.sleep(_delay(pauses, waiting))
@@ -306,8 +303,6 @@ def fetch_chunks(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Files:
     """Files behind URLs as they are first looked at: one that is missing then probably never existed.
-
-    All methods raise a ``SourceUnavailableError`` if the source is unavailable.
 
     Attributes:
         options: For fsspec's file systems.
@@ -319,28 +314,18 @@ class Files:
     timeout: float = TIMEOUT
     waiting: Waiting = field(default_factory=Waiting)
 
-    def expand(self, url: str, option: str) -> list[str]:
-        """Return the sorted URLs of the files that a URL, a glob or a folder stands for."""
-        return self._ask(url, partial(urls.expand, url, self.options, option))
+    def ask(self, question: Callable[..., _Answer], url: str, *arguments: Any) -> _Answer:
+        """Return the answer of a function of ``urls`` about a URL.
 
-    def exists(self, url: str) -> bool:
-        """Whether there is a file at a URL."""
-        return self._ask(url, partial(urls.exists, url, self.options))
-
-    def size_of(self, url: str) -> tuple[int, str]:
-        """Return the bytes of a file and a version."""
-        return self._ask(url, partial(urls.size_of, url, self.options))
-
-    def start_of(self, url: str, size: int) -> bytes:
-        """Return the first bytes of a file."""
-        return self._ask(url, partial(urls.read_range, url, 0, size, self.options))
+        Raises:
+            SourceUnavailableError: If the source is unavailable.
+        """
+        asked = partial(question, url, *arguments, options=self.options)
+        lasting = (*LASTING, *MISSING, ValueError)
+        return ask(url, asked, timeout=self.timeout, waiting=self.waiting, lasting=lasting)
 
     def pieces_of(self, url: str, size: int) -> Iterator[bytearray]:
         """Yield a whole file, in pieces of whole chunks."""
-        plan = ChunkPlan(slice=Slice(key=url, url=url, start=0, size=size, samples=1), chunk_bytes=_PIECE_BYTES)
+        slice_ = Slice(key=url, url=url, size=size, samples=1, chunk_bytes=_PIECE_BYTES)
         read = partial(urls.read_range, url, options=self.options)
-        return fetch_chunks(plan, read, timeout=self.timeout, waiting=self.waiting)
-
-    def _ask(self, url: str, question: Callable[[], _Answer]) -> _Answer:
-        lasting = (*LASTING, *MISSING, ValueError)
-        return ask(url, question, timeout=self.timeout, waiting=self.waiting, lasting=lasting)
+        return fetch_chunks(slice_, read, timeout=self.timeout, waiting=self.waiting)

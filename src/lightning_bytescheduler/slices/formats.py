@@ -1,24 +1,23 @@
 """Samples of a slice's bytes: the suffix of the file selects the format, and ``SliceSamples`` takes them by number.
 
-Any other format needs one function of a stream and the number of the first sample, which yields the samples from there
-on. Malformed data is a ``ValueError``, which is reported with the slice's name. If several processes read a slice, each
-asks only for its own samples, so a reader should reach ``first`` quickly:
+Any other format needs one function of a stream, which yields the samples. Malformed data is a ``ValueError``, which is
+reported with the slice's name:
 
-    def read_records(stream: SliceStream, first: int) -> Iterator[bytes]:
-        stream.read(first * 512)
+    def read_records(stream: SliceStream) -> Iterator[bytes]:
         while record := stream.read(512):
             yield record
 
-The readers here find samples in blocks without making them, so that several processes share the work on one slice.
-Lines may be of any length. A Parquet file describes its columns at its end, so its reader needs the whole slice before
-the first sample. Compressed data (.gz, and .zst with the extra "data") is decompressed while it is read.
+If several processes read a slice, each reads it from its begin and skips what is not its own. The readers here find
+samples in blocks without making them, so that the processes share the work; one of a user should leave decoding to
+``transform``. Lines may be of any length. A Parquet file describes its columns at its end, so its reader needs the
+whole slice before the first sample. A .gz file is decompressed while it is read.
 """
 
 from __future__ import annotations
 
 import bisect
+import gzip
 import io
-import itertools
 import json
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -26,32 +25,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import PurePosixPath
-from types import ModuleType
 from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_bytescheduler.checks import importing
-from lightning_bytescheduler.exceptions import BadSampleError, OptionError, SliceCorruptError
+from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError
 from lightning_bytescheduler.slices.slice import Bytes, Slice, SliceStream
 
 SampleNumbers = slice | npt.NDArray[np.int64]
 """Samples of a block: neighbours, or any in any order."""
 
-SliceReader = Callable[[SliceStream, int], Iterator[Any]]
+SliceReader = Callable[[SliceStream], Iterator[Any]]
 _Sample = TypeVar("_Sample", covariant=True)
 
-COMPRESSIONS = (".gz", ".zst")
-"""Suffixes of compressed files."""
-
-_DEFLATED_BYTES = 64 * 1024  # at a time, as they may become a thousand times as many
-_GZIP = 16 + zlib.MAX_WBITS  # says to zlib that there are headers of gzip
+_INFLATED_BYTES = 1024 * 1024  # at a time
 _PARSES = 5  # of a header
-_TRIED = 100  # of the first samples of a file
-_SPACE = 32  # the last white space character of ASCII
-
-_decode_json = json.JSONDecoder().decode
 
 
 class SampleBlock(Protocol[_Sample]):
@@ -78,31 +68,25 @@ class SliceFormat:
 
     Attributes:
         count_lines: Counts the samples in whole lines, for a format that may be cut at line ends; otherwise ``None``.
-        compression: ``".gz"``, ``".zst"`` or ``None``.
+        is_gzip: Whether they are compressed.
     """
 
     suffix: str
-    blocks: SliceBlocks | None = None
-    read: SliceReader | None = None
+    blocks: SliceBlocks
     count_lines: Callable[[bytes], int] | None = None
-    compression: str | None = None
+    is_gzip: bool = False
 
-    def blocks_of(self, stream: SliceStream, first: int = 0) -> Iterator[SampleBlock[Any]]:
-        """Return all samples in blocks; those of a user's reader one by one, from number ``first`` on.
+    def blocks_of(self, stream: SliceStream) -> Iterator[SampleBlock[Any]]:
+        """Return all samples in blocks.
 
         Raises:
             TypeError: If a user's reader does not return an iterable.
         """
-        if self.blocks is not None:
-            return self.blocks(self.opened(stream))
-        made: object = None if self.read is None else self.read(self.opened(stream), first)
-        if not isinstance(made, Iterable):
-            raise TypeError(f"reader={self.read!r} has to yield samples, and returned {made!r}.")
-        return (ListedSamples([sample]) for sample in made)
+        return self.blocks(self.opened(stream))
 
     def opened(self, stream: SliceStream) -> SliceStream:
         """Return the stream, decompressed while it is read."""
-        return stream if self.compression is None else SliceStream(_inflated(stream, self.compression))
+        return SliceStream(_inflated(stream)) if self.is_gzip else stream
 
 
 def format_of(url: str, reader: SliceReader | None = None, *, option: str = "url") -> SliceFormat:
@@ -118,49 +102,66 @@ def format_of(url: str, reader: SliceReader | None = None, *, option: str = "url
         ImportError: If a package is missing that the format needs; names it and the extra.
     """
     name = PurePosixPath(url.split("::")[0].split("?")[0]).name.lower()
-    suffixes = PurePosixPath(name).suffixes
-    compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else None
-    suffix = suffixes[-1] if suffixes else ""
-    if compression == ".zst":
-        import_zstandard()
+    is_gzip = name.endswith(".gz")
+    suffix = PurePosixPath(name.removesuffix(".gz")).suffix
     if reader is not None:
-        return SliceFormat(suffix=suffix, read=reader, compression=compression)
+        return SliceFormat(suffix=suffix, blocks=partial(_blocks_of_reader, reader), is_gzip=is_gzip)
     known = FORMATS.get(suffix)
     if known is None:
         raise OptionError(
             option,
             url,
-            f"a file in {', '.join(FORMATS)} (also with {' or '.join(COMPRESSIONS)}), unless a reader for its format "
-            "is given; of a folder with other files too, a glob chooses, such as folder/*.jsonl",
+            f"a file in {', '.join(FORMATS)} (also with .gz), unless a reader for its format is given; of a folder "
+            "with other files too, a glob chooses, such as folder/*.jsonl",
         )
     if known.blocks is parquet_blocks:
         import_parquet()
-    return replace(known, compression=compression)
+    return replace(known, is_gzip=is_gzip)
+
+
+def _blocks_of_reader(reader: SliceReader, stream: SliceStream) -> Iterator[ListedSamples]:
+    made: object = reader(stream)
+    if not isinstance(made, Iterable):
+        raise TypeError(f"reader={reader!r} has to yield samples, and returned {made!r}.")
+    return (ListedSamples([sample]) for sample in made)
 
 
 class ListedSamples:
-    """A block of samples that are already made."""
+    """A block of samples, each of which is made when it is asked for.
 
-    def __init__(self, samples: list[Any]) -> None:
-        self._samples = samples
+    Args:
+        raw: What they are made of.
+        make: Makes one; ``None`` where they are made already.
+    """
+
+    def __init__(self, raw: list[Any], make: Callable[[Any], Any] | None = None) -> None:
+        self._raw = raw
+        self._make = make
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return len(self._raw)
 
     def __getitem__(self, numbers: SampleNumbers) -> list[Any]:
-        if isinstance(numbers, slice):
-            return self._samples[numbers]
-        return [self._samples[number] for number in numbers.tolist()]
+        found = self._raw[numbers] if isinstance(numbers, slice) else [self._raw[n] for n in numbers.tolist()]
+        return found if self._make is None else list(map(self._make, found))
 
 
-def text_blocks(stream: SliceStream) -> Iterator[TextLines]:
+def text_blocks(stream: SliceStream) -> Iterator[ListedSamples]:
     r"""A line is a sample: UTF-8 without its line end, which is "\n" or "\r\n"."""
-    return (TextLines(*lines) for lines in _lines(stream))
+    return (ListedSamples(lines, _as_text) for lines in _lines(stream))
 
 
-def json_blocks(stream: SliceStream) -> Iterator[JsonLines]:
+def json_blocks(stream: SliceStream) -> Iterator[ListedSamples]:
     """A line is a sample, any JSON value; blank lines are skipped."""
-    return (JsonLines(*lines) for lines in _lines(stream))
+    return (ListedSamples(list(filter(_is_json, lines)), json.loads) for lines in _lines(stream))
+
+
+def _as_text(line: bytes) -> str:
+    return str(line, "utf-8").removesuffix("\r")
+
+
+def _is_json(line: bytes) -> bool:
+    return bool(line) and not line.isspace()
 
 
 def count_text_lines(content: bytes) -> int:
@@ -170,86 +171,20 @@ def count_text_lines(content: bytes) -> int:
 
 def count_json_lines(content: bytes) -> int:
     """Count the samples that ``json_blocks`` finds in whole lines."""
-    return sum(1 for line in content.split(b"\n") if line and not line.isspace())
+    return sum(map(_is_json, content.split(b"\n")))
 
 
-class TextLines:
-    """A block of lines of text."""
-
-    def __init__(self, content: Bytes, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
-        self._content = memoryview(content)
-        self._starts, self._ends = starts, ends
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, numbers: SampleNumbers) -> list[str]:
-        if isinstance(numbers, slice):
-            first, stop, _ = numbers.indices(len(self))
-            if first >= stop:
-                return []
-            lines = str(self._content[self._starts[first] : self._ends[stop - 1]], "utf-8").split("\n")
-        else:
-            lines = _each(self._content, self._starts[numbers], self._ends[numbers], lambda line: str(line, "utf-8"))
-        return [line.removesuffix("\r") for line in lines]
-
-
-class JsonLines(TextLines):
-    """A block of lines of JSON; the arguments are those of ``TextLines``."""
-
-    def __init__(self, content: Bytes, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
-        if blank := _blank_lines(memoryview(content), starts, ends):
-            starts, ends = np.delete(starts, blank), np.delete(ends, blank)
-        super().__init__(content, starts, ends)
-
-    def __getitem__(self, numbers: SampleNumbers) -> list[Any]:
-        return _each(self._content, self._starts[numbers], self._ends[numbers], _as_json)
-
-
-def _as_json(line: memoryview) -> Any:
-    try:
-        return _decode_json(str(line, "utf-8"))
-    except ValueError:
-        return json.loads(bytes(line))  # a byte order mark or surrogates; or it raises the proper error
-
-
-def _each(
-    content: memoryview, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], make: Callable[[memoryview], Any]
-) -> list[Any]:
-    return [make(content[start:end]) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
-
-
-def _blank_lines(content: memoryview, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> list[int]:
-    firsts = np.frombuffer(content, np.uint8)[np.minimum(starts, len(content) - 1)]
-    # few, as a value seldom begins with a blank
-    suspects = np.flatnonzero((firsts <= _SPACE) | (starts == ends)).tolist()
-    return [number for number in suspects if not bytes(content[starts[number] : ends[number]]).strip()]
-
-
-def _lines(stream: SliceStream) -> Iterator[tuple[Bytes, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Yield whole lines with their begins and ends; only the very last one may lack its newline."""
-    parts: list[bytes] = []  # of a divided line, joined once so that it is not copied for each chunk
-    for chunk in stream.chunks():
-        view = memoryview(chunk)
-        found = np.flatnonzero(np.frombuffer(view, np.uint8) == ord("\n"))
-        if not len(found):
-            parts.append(bytes(view))
-            continue
-        begin = 0
-        if parts:
-            begin = int(found[0]) + 1
-            line = b"".join((*parts, view[:begin]))
-            yield line, np.zeros(1, np.int64), np.array([len(line) - 1])
-            found = found[1:]
-        end = int(found[-1]) + 1 if len(found) else begin
-        parts = [bytes(view[end:])] if end < len(view) else []
-        if len(found):
-            ends = found - begin
-            starts = np.concatenate((np.zeros(1, np.int64), ends[:-1] + 1))
-            yield view[begin:end], starts, ends
-    if parts:
-        line = b"".join(parts)
-        yield line, np.zeros(1, np.int64), np.array([len(line)])
+def _lines(stream: SliceStream) -> Iterator[list[bytes]]:
+    """Yield the lines that end in a piece, without their ends; only the very last one may lack its newline."""
+    parts: list[bytes] = []  # of a divided line, joined once so that it is not copied for each piece
+    for piece in stream.chunks():
+        first, *others = bytes(piece).split(b"\n")
+        parts.append(first)
+        if others:
+            yield [b"".join(parts), *others[:-1]]
+            parts = others[-1:]
+    if last := b"".join(parts):
+        yield [last]
 
 
 class NpyHeader:
@@ -263,8 +198,7 @@ class NpyHeader:
     """
 
     def __init__(self, file: BinaryIO) -> None:
-        start = file.read(np.lib.format.MAGIC_LEN)
-        version = np.lib.format.read_magic(io.BytesIO(start))
+        version = np.lib.format.read_magic(file)
         if version not in ((1, 0), (2, 0)):
             raise ValueError(f"Version {version} of .npy is not read; save the array again, without named fields.")
         size = file.read(2 if version == (1, 0) else 4)
@@ -286,7 +220,6 @@ class NpyHeader:
         if dtype.hasobject:
             raise ValueError("The array holds Python objects, which are not read, as that could run any code.")
         self.dtype = dtype
-        self.content = start + text
         self.rows: int = shape[0]
         self.row_shape: tuple[int, ...] = shape[1:]
         self.row_bytes = int(np.prod(self.row_shape, dtype=np.int64)) * dtype.itemsize
@@ -305,7 +238,7 @@ def npy_blocks(stream: SliceStream) -> Iterator[Any]:
     A block has the rows of one chunk.
     """
     header = NpyHeader(cast(BinaryIO, stream))
-    row = bytearray()  # a row that is divided between chunks
+    row, rows = bytearray(), 0  # a row that is divided between chunks, and the number of whole ones
     for chunk in stream.chunks():
         view = memoryview(chunk)
         if row:
@@ -314,13 +247,15 @@ def npy_blocks(stream: SliceStream) -> Iterator[Any]:
             view = view[missing:]
             if len(row) < header.row_bytes:
                 continue
+            rows += 1
             yield header.rows_of(row)
         whole = len(view) - len(view) % header.row_bytes
         if whole:
+            rows += whole // header.row_bytes
             yield header.rows_of(view[:whole])
         row = bytearray(view[whole:])
-    if row:
-        raise ValueError("The last row is cut short.")
+    if row or rows != header.rows:
+        raise ValueError(f"Its header tells of {header.rows} rows of {header.row_bytes} bytes, and there are {rows}.")
 
 
 class ParquetRows:
@@ -351,26 +286,6 @@ def parquet_blocks(stream: SliceStream) -> Iterator[ParquetRows]:
     return (ParquetRows(batch) for batch in file.iter_batches())
 
 
-def require_sample(form: SliceFormat, url: str, blocks: Iterable[SampleBlock[Any]]) -> None:
-    """Require that one of the first samples can be made, as lines are counted and cut without being parsed.
-
-    Raises:
-        BadSampleError: If the file is in another format than its name says, or in another encoding.
-    """
-    block = next((block for block in blocks if len(block)), ListedSamples([]))
-    first: ValueError | None = None
-    for number in range(min(len(block), _TRIED)):
-        try:
-            block[number : number + 1]
-        except ValueError as error:
-            first = first or error
-        else:
-            return
-    if first is not None:
-        hint = "Is it in another format than its name says, or not UTF-8?"
-        raise BadSampleError(f"No sample of {form.suffix} can be made of {url}: {first}. {hint}") from first
-
-
 def import_parquet() -> Any:
     """Import ``pyarrow.parquet``.
 
@@ -382,41 +297,14 @@ def import_parquet() -> Any:
     return parquet
 
 
-def import_zstandard() -> ModuleType:
-    """Import ``zstandard``.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
-    with importing(".zst", extra="data"):
-        import zstandard
-    return zstandard
-
-
-def _inflated(stream: SliceStream, compression: str) -> Iterator[bytearray]:
-    """Yield the bytes of compressed members, one after the other, as they are decompressed.
-
-    The libraries' own files take one that is cut short for complete, or seek.
-    """
-    if compression == ".gz":
-        failure, begin = zlib.error, partial(zlib.decompressobj, wbits=_GZIP)
-    else:
-        zstandard = import_zstandard()
-        failure, begin = zstandard.ZstdError, zstandard.ZstdDecompressor().decompressobj
-    member = None
+def _inflated(stream: SliceStream) -> Iterator[bytearray]:
+    """Yield the bytes of a .gz file as they are decompressed."""
     try:
-        for chunk in stream.chunks():
-            for start in range(0, len(chunk), _DEFLATED_BYTES):
-                content = bytes(chunk[start : start + _DEFLATED_BYTES])
-                while content := content if member else content.lstrip(b"\0"):  # members may be padded
-                    member = member or begin()
-                    if piece := member.decompress(content):
-                        yield bytearray(piece)
-                    content, member = (member.unused_data, None) if member.eof else (b"", member)
-    except failure as error:
+        with gzip.GzipFile(fileobj=stream) as file:
+            while piece := file.read1(_INFLATED_BYTES):
+                yield bytearray(piece)
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise ValueError(f"It cannot be decompressed: {error}") from error
-    if member is not None:
-        raise ValueError("It cannot be decompressed: it is cut short.")
 
 
 FORMATS = {
@@ -443,40 +331,24 @@ class SliceSamples:
     Both raise a ``SliceCorruptError`` if the slice is not as expected, or a sample cannot be decoded and there is no
     ``leave_out``; samples yielded before are correct.
 
-    A known format finds samples without making them. A user's reader makes one after the other. To skip samples it
-    begins anew, if all bytes are local, or makes samples in vain.
+    A known format finds samples without making them. A user's reader makes one after the other.
 
     Args:
         begin: Begins to read its verified bytes.
-        header: What comes before the bytes of a slice that does not begin with its file.
-        is_here: Whether all bytes are on this machine, so that reading them again is cheap.
     """
 
-    def __init__(
-        self,
-        slice_: Slice,
-        form: SliceFormat,
-        begin: Callable[[], Iterator[Bytes]],
-        *,
-        header: bytes = b"",
-        is_here: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, slice_: Slice, form: SliceFormat, begin: Callable[[], Iterator[Bytes]]) -> None:
         self._slice = slice_
         self._form = form
         self._begin_bytes = begin
-        self._header = header if slice_.start else b""
-        self._is_here = is_here
         self._bytes: Iterator[Bytes] = iter(())
         self._blocks: Iterator[SampleBlock[Any]] | None = None
         self._block: SampleBlock[Any] = ListedSamples([])
-        self._begin = self._first = 0  # first samples of the block, and of the reading
+        self._begin = 0  # number of the block's first sample
         self._all: list[tuple[int, SampleBlock[Any]]] = []  # with the number of the first sample of each
 
     def take(self, start: int, stop: int, leave_out: LeaveOut | None = None) -> Iterator[Sequence[Any]]:
         """Yield samples ``start`` to ``stop``; earlier ones cannot be requested afterwards."""
-        if self._form.blocks is None and (self._blocks is None or (start != self._end and self._is_here())):
-            self._blocks, self._block = None, ListedSamples([])
-            self._begin = self._first = start
         while start < stop:
             while start >= self._end and self._go_on():
                 pass
@@ -512,10 +384,8 @@ class SliceSamples:
     def _go_on(self) -> bool:
         try:
             if self._blocks is None:
-                self.close()
                 self._bytes = self._begin_bytes()
-                stream = SliceStream(itertools.chain((self._header,) if self._header else (), self._bytes))
-                self._blocks = self._form.blocks_of(stream, self._first)
+                self._blocks = self._form.blocks_of(SliceStream(self._bytes))
             block = next(self._blocks, None)
         except (ValueError, EOFError) as error:
             raise self._corrupt(self._end, error) from error
@@ -562,10 +432,7 @@ class SliceSamples:
     def _wrong_count(self) -> SliceCorruptError:
         more, counted = self._end > self._slice.samples, self._slice.samples
         what = f"more than the {counted} samples that" if more else f"{self._end} samples, where {counted}"
-        reason = f"it holds {what} were counted."
-        if more and self._first:
-            reason += f" Or the reader did not begin with sample number {self._first}, its argument first."
-        return SliceCorruptError(self._slice.key, self._slice.url, reason)
+        return SliceCorruptError(self._slice.key, self._slice.url, f"it holds {what} were counted.")
 
     def _corrupt(self, number: int, error: Exception) -> SliceCorruptError:
         reason = str(error) or type(error).__name__

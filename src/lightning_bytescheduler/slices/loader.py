@@ -96,7 +96,6 @@ class BatchReader:
         self._bad: set[int] = set()
         self._ahead: tuple[int, ...] = ()
         self._spare: Any = None
-        self._told, self._process = store.counters.sums(), os.getpid()
 
     def read(self, batch: SliceBatch) -> tuple[Sequence[Any], ReadReport]:
         """Read the samples of a batch: a list, or an array of rows.
@@ -129,7 +128,7 @@ class BatchReader:
             self._spare = (samples[-1],)
         self.store.counters.add(samples=wanted, skipped=len(skipped))
         left_out = tuple((*place, words) for place, words in skipped.items())
-        return samples, ReadReport(self._cost(), tuple(corrupt), not len(samples), left_out)
+        return samples, ReadReport(self.store.counters.take(), tuple(corrupt), not len(samples), left_out)
 
     def begin_pass(self) -> None:
         """Close what is open and forget corrupt slices, for a new pass."""
@@ -200,31 +199,20 @@ class BatchReader:
             reading.samples.close()
 
     def _any_sample(self) -> Any:
-        """Return a sample to repeat: the last one read, or the first readable one."""
+        """Return a sample to repeat: the last one read, or the first that can be made."""
         if self._spare is not None:
             return self._spare[0]
-        slices = self.store.source.slices
-        bad: list[Exception] = []
-        leave_out: LeaveOut | None = (lambda number, error: bad.append(error)) if self._skip else None
+        slices, skipped = self.store.source.slices, dict[tuple[str, int], str]()
         for index, slice_ in enumerate(slices):
             if index not in self._bad:
                 with suppress(SliceCorruptError):
-                    for sample in self.store.samples(slice_, stop=_TRIED, leave_out=leave_out):
-                        try:
-                            return sample if self._transform is None else self._transform(sample)
-                        except Exception as error:  # another one may be better
-                            bad.append(error)
-        if bad:
-            first = f"No sample can be made of the first {_TRIED} of each slice, as of {slices[0].url}."
-            raise BadSampleError(first) from bad[-1]
+                    run = SampleRun(index, 0, min(_TRIED, slice_.samples))
+                    for sample in itertools.chain.from_iterable(self._read(0, run, skipped)):
+                        return sample
+        if skipped:
+            words = next(iter(skipped.values()))
+            raise BadSampleError(f"No sample can be made of the first {_TRIED} of each slice. {words}")
         raise SliceCorruptError(slices[0].key, slices[0].url, "and so is every other slice.")
-
-    def _cost(self) -> dict[str, float]:
-        if self._process != os.getpid():  # the store counts anew in each process
-            self._told, self._process = {}, os.getpid()
-        now, before = self.store.counters.sums(), self._told
-        self._told = now
-        return {name: amount - before.get(name, 0) for name, amount in now.items() if amount != before.get(name, 0)}
 
 
 def _joined(parts: list[Sequence[Any]]) -> Sequence[Any]:
@@ -388,16 +376,7 @@ class SliceLoader:
             )
         elif self._num_workers:
             torch.empty((), dtype=torch.int64).random_()  # as a DataLoader's first iteration draws a seed
-        try:
-            return iter(loader)
-        except (AttributeError, TypeError, pickle.PicklingError) as error:
-            if "pickle" not in str(error):
-                raise
-            allowed = (
-                "0, or transform, collate and reader functions of a module: processes are started anew on this system, "
-                f"and a lambda or a function within another one cannot be sent to them ({error})"
-            )
-            raise OptionError("num_workers", self._num_workers, allowed) from error
+        return iter(loader)
 
 
 class _Asked:

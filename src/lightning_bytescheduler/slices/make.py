@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Annotated, Any, BinaryIO
 
@@ -19,7 +18,6 @@ import numpy as np
 
 from lightning_bytescheduler.checks import require_bool, require_whole
 from lightning_bytescheduler.exceptions import (
-    BadSampleError,
     OptionError,
     SliceCorruptError,
     SliceIndexError,
@@ -30,16 +28,18 @@ from lightning_bytescheduler.slices.formats import (
     format_of,
     import_parquet,
     npy_blocks,
-    require_sample,
 )
-from lightning_bytescheduler.slices.options import TIMEOUT, require_packages, require_urls
-from lightning_bytescheduler.slices.slice import CHUNK_BYTES, Bytes, ChunkPlan, Slice, SliceStream, checksum_of
+from lightning_bytescheduler.slices.options import TIMEOUT, require_urls
+from lightning_bytescheduler.slices.slice import CHUNK_BYTES, Bytes, Slice, SliceStream, checksum_of
 from lightning_bytescheduler.slices.urls import (
+    exists,
+    expand,
     file_system,
     join,
     local_path,
     require_protocols,
     require_storage_options,
+    size_of,
 )
 
 SLICE_BYTES = 64 * 1024 * 1024
@@ -91,26 +91,25 @@ def make_slices(
     places = require_urls("urls", urls)
     if not isinstance(folder, str) or not folder:
         raise OptionError("folder", folder, "a path or a URL")
-    require_packages("Making slices")
     require_protocols("urls", places)
     require_protocols("folder", (folder,))
     known = require_storage_options((*places, folder), storage_options)
 
     sources = Files(options=known, timeout=timeout)
-    files = list(dict.fromkeys(url for place in places for url in sources.expand(place, "urls")))
+    files = list(dict.fromkeys(url for place in places for url in sources.ask(expand, place, "urls")))
     _require_other_folder(folder, files)
     forms = {url: format_of(url, option="urls") for url in files}
     index_url = join(folder, INDEX_NAME)
-    if sources.exists(index_url):
+    if sources.ask(exists, index_url):
         if not overwrite:
             allowed = "one without slices, unless they are to be overwritten (--overwrite, or overwrite=True)"
             raise OptionError("folder", folder, allowed)
         # New slices overwrite old ones, so an interrupted run must not leave the old index.
         filesystem, path = file_system(index_url, known)
         filesystem.rm_file(path)
-    sizes = {url: sources.size_of(url)[0] for url in files}
+    sizes = {url: sources.ask(size_of, url) for url in files}
     total, done = sum(sizes.values()), 0
-    plans: list[ChunkPlan] = []
+    slices: list[Slice] = []
     try:
         filesystem, path = file_system(folder, known)
         filesystem.makedirs(path, exist_ok=True)
@@ -128,84 +127,52 @@ def make_slices(
 
     for url, form in forms.items():
         try:
-            for content, samples in _cut(url, form, pieces(url), slice_bytes):
-                name = f"slice-{len(plans):06d}{form.suffix}"
-                plans.append(ChunkPlan.of(content, key=name, url=join(folder, name), samples=samples))
-                _write(plans[-1].slice.url, content, known)
-        except BadSampleError:
-            raise
+            for content, samples in _cut(form, pieces(url), slice_bytes):
+                name = f"slice-{len(slices):06d}{form.suffix}"
+                slices.append(Slice.of(content, key=name, url=join(folder, name), samples=samples))
+                _write(slices[-1].url, content, known)
         except (ValueError, EOFError) as error:
             raise SliceCorruptError(url, url, str(error) or type(error).__name__) from error
-    if not plans:
+    if not slices:
         raise OptionError("urls", urls, "files with at least one sample")
-    _write(index_url, write_index(plans), known)
-    return [plan.slice for plan in plans]
+    _write(index_url, write_index(slices), known)
+    return slices
 
 
-def _cut(url: str, form: SliceFormat, pieces: Iterator[Bytes], slice_bytes: int) -> Iterator[tuple[bytes, int]]:
+def _cut(form: SliceFormat, pieces: Iterator[Bytes], slice_bytes: int) -> Iterator[tuple[bytes, int]]:
     """Yield the contents of slices, each with its number of samples."""
     stream = form.opened(SliceStream(pieces))
     if form.count_lines is not None:
-        yield from (found for found in cut_lines(url, form, stream.chunks(), slice_bytes) if found[1])
+        for content in cut_lines(stream.chunks(), slice_bytes):
+            if samples := form.count_lines(content):
+                yield content, samples
     elif form.blocks is npy_blocks:
         yield from _cut_rows(stream, slice_bytes)
     else:
         yield from cut_parquet(io.BytesIO(stream.read()), slice_bytes)
 
 
-def cut_lines(url: str, form: SliceFormat, pieces: Iterable[Bytes], target_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Cut a file of lines at their ends.
+def cut_lines(pieces: Iterable[Bytes], target_bytes: int) -> Iterator[bytes]:
+    """Cut a text at line ends.
 
     Args:
-        url: URL of the file, for messages.
-        form: Its format.
         pieces: The text, in pieces of any size.
         target_bytes: A slice ends with the last line that ends within so many bytes; one longer line is a slice.
 
     Yields:
-        The contents of slices, in order, each with its number of samples; together they are the text.
-
-    Raises:
-        BadSampleError: If no sample can be made of its begin.
+        The contents of slices, in order; together they are the text.
     """
-    plain, is_known = replace(form, compression=None), False
-    for content in _cut_text(pieces, target_bytes):
-        samples = 0 if form.count_lines is None else form.count_lines(content)
-        if samples and not is_known:
-            require_sample(form, url, plain.blocks_of(SliceStream(iter((content,)))))
-            is_known = True
-        yield content, samples
-
-
-def _cut_text(pieces: Iterable[Bytes], target_bytes: int) -> Iterator[bytes]:
     held = bytearray()
-    searched = 0
     for piece in pieces:
         held += piece
         while len(held) >= target_bytes:
-            end = held.rfind(b"\n", 0, target_bytes) + 1 if searched < target_bytes else 0
+            end = held.rfind(b"\n", 0, target_bytes) + 1 or held.find(b"\n", target_bytes) + 1
             if not end:
-                end = held.find(b"\n", max(searched, target_bytes)) + 1
-            if not end:
-                searched = len(held)  # avoids searching a long line again for each piece
                 break
             yield bytes(held[:end])
             del held[:end]
-            searched = 0
     if held:
         yield bytes(held)
-
-
-def row_ranges(rows: int, row_bytes: int, target_bytes: int) -> Iterator[tuple[int, int]]:
-    """Divide rows into ranges of about ``target_bytes``, equal to within one row.
-
-    Yields:
-        The first row of a range, and the one after its last.
-    """
-    parts = max(-(-rows * row_bytes // target_bytes), 1) if rows else 0
-    parts = min(parts, rows)
-    for part in range(parts):
-        yield rows * part // parts, rows * (part + 1) // parts
 
 
 def _cut_rows(stream: SliceStream, slice_bytes: int) -> Iterator[tuple[bytes, int]]:
@@ -298,48 +265,44 @@ class _Head(msgspec.Struct):
     checksum: str
 
 
-class _Line(msgspec.Struct, forbid_unknown_fields=True):
+class _Line(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Each other line."""
 
     name: str
-    size: int
-    samples: int
-    checksum: str | None
+    size: Annotated[int, msgspec.Meta(ge=0)]
+    samples: Annotated[int, msgspec.Meta(ge=1)]
     chunks: str
+    checksum: str | None = None  # of all chunks, which is not needed
 
-    def plan(self, folder: str, chunk_bytes: int) -> ChunkPlan:
-        """Return the chunks of the slice in a folder."""
+    def slice_in(self, folder: str, chunk_bytes: int) -> Slice:
+        """Return the slice in a folder."""
         path = PurePosixPath(self.name)
         if not self.name or path.is_absolute() or ".." in path.parts or "::" in self.name or "://" in self.name:
             raise ValueError(f"{self.name!r} is not the name of a file in its folder.")
-        slice_ = Slice(
+        return Slice(
             key=self.name,
             url=join(folder, self.name),
-            start=0,
             size=self.size,
             samples=self.samples,
-            checksum=self.checksum,
+            digests=bytes.fromhex(self.chunks),
+            chunk_bytes=chunk_bytes,
         )
-        return ChunkPlan(slice=slice_, digests=bytes.fromhex(self.chunks), chunk_bytes=chunk_bytes)
 
 
-def write_index(plans: Sequence[ChunkPlan]) -> bytes:
+def write_index(slices: Sequence[Slice]) -> bytes:
     """Return the content of the index file for these slices."""
     encoder = msgspec.json.Encoder()
-    lines = [
-        _Line(plan.slice.key, plan.slice.size, plan.slice.samples, plan.slice.checksum, (plan.digests or b"").hex())
-        for plan in plans
-    ]
+    lines = [_Line(one.key, one.size, one.samples, (one.digests or b"").hex()) for one in slices]
     body = encoder.encode_lines(lines)
     head = _Head(_FORMAT, _VERSION, slices=len(lines), chunk_bytes=CHUNK_BYTES, checksum=checksum_of(body))
     return encoder.encode(head) + b"\n" + body
 
 
-def read_index(content: bytes, *, folder: str) -> list[ChunkPlan]:
+def read_index(content: bytes, *, folder: str) -> list[Slice]:
     """Read an index.
 
     Returns:
-        The chunks of each slice.
+        The slices.
 
     Raises:
         SliceIndexError: If it is not an index, of another version, or damaged.
@@ -361,12 +324,12 @@ def read_index(content: bytes, *, folder: str) -> list[ChunkPlan]:
     if head.checksum != checksum_of(body) or head.slices != len(body.splitlines()):
         raise SliceIndexError(f"{place} is damaged: its checksum is not that of its content. Make the slices again.")
     decoder = msgspec.json.Decoder(_Line)
-    plans = []
+    slices = []
     for number, line in enumerate(body.splitlines(), start=2):
         try:
-            plans.append(decoder.decode(line).plan(folder, head.chunk_bytes))
+            slices.append(decoder.decode(line).slice_in(folder, head.chunk_bytes))
         except (msgspec.DecodeError, ValueError) as error:
             raise SliceIndexError(f"{place}, line {number}, does not describe a slice: {error}") from error
-    if len({plan.slice.key for plan in plans}) < len(plans):
+    if len({slice_.key for slice_ in slices}) < len(slices):
         raise SliceIndexError(f"{place} names a slice twice. Make the slices again.")
-    return plans
+    return slices

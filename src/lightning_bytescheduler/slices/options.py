@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from collections.abc import Mapping
@@ -13,14 +12,9 @@ from lightning_bytescheduler.checks import (
     importing,
     is_finite,
     is_whole,
-    require_bool,
     require_positive,
 )
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.slices.catalogue import require_seed
-
-_PACKAGES = ("xxhash", "tenacity", "platformdirs")
-
 
 LEAST_SHARE = 10_000
 """A source of a mixture has more than one in so many of its samples."""
@@ -58,40 +52,6 @@ class StoreOptions:
         object.__setattr__(self, "cache_dir", folder)
         object.__setattr__(self, "cache_bytes", size)
         require_positive("timeout", self.timeout, of="seconds")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrackerOptions:
-    """How slices are handed out; validated when made.
-
-    Attributes:
-        seed: Seed of the order of slices, from 0 to 2**64 - 1.
-        shuffle: False keeps the catalogue's order.
-        lease: Seconds without a message after which a worker counts as dead.
-
-    Raises:
-        OptionError: If a value is not allowed.
-    """
-
-    seed: int = 0
-    shuffle: bool = True
-    lease: float = 300.0
-
-    def __post_init__(self) -> None:
-        require_seed("seed", self.seed)
-        require_bool("shuffle", self.shuffle)
-        require_positive("lease", self.lease, of="seconds")
-
-
-def require_packages(feature: str) -> None:
-    """Require the packages that read slices, before any process starts that would lack them.
-
-    Raises:
-        ImportError: If one is missing; names it and the extra.
-    """
-    for package in _PACKAGES:
-        with importing(feature, extra="data"):
-            importlib.import_module(package)
 
 
 def require_function(option: str, value: object, *arguments: str) -> None:
@@ -139,27 +99,16 @@ def require_mixture(option: str, urls: object) -> tuple[tuple[str, ...], tuple[f
     return require_urls(option, list(urls)), tuple(weights) if len(weights) > 1 else None
 
 
-def require_batch_size(option: str, size: object) -> int | list[int]:
-    """Return a batch size for all ranks, or one for each.
-
-    Raises:
-        OptionError: If it is neither.
-    """
-    sizes: list[int] = list(size) if isinstance(size, (list, tuple)) else [size]  # type: ignore[list-item]
-    if not sizes or not all(is_whole(one, 1) for one in sizes):
-        raise OptionError(option, size, "a whole number of samples, 1 or more, or a list of one for each rank")
-    return sizes if isinstance(size, (list, tuple)) else sizes[0]
-
-
-def batch_sizes_of(option: str, size: object, ranks: int) -> tuple[int, ...]:
-    """Return the batch size of each rank.
+def batch_sizes_of(option: str, size: object, ranks: int | None = None) -> tuple[int, ...]:
+    """Return the batch size of each rank; ``ranks`` is their number, or ``None`` if it is not known yet.
 
     Raises:
         OptionError: If it is no batch size, or their number is not that of the ranks.
     """
-    found = require_batch_size(option, size)
-    sizes = (found,) * ranks if isinstance(found, int) else tuple(found)
-    if len(sizes) != ranks:
+    sizes: tuple[Any, ...] = tuple(size) if isinstance(size, (list, tuple)) else (size,) * (ranks or 1)
+    if not sizes or not all(is_whole(one, 1) for one in sizes):
+        raise OptionError(option, size, "a whole number of samples, 1 or more, or a list of one for each rank")
+    if ranks is not None and len(sizes) != ranks:
         raise OptionError(option, size, f"one number, or a list of {ranks}, one for each rank of this run")
     return sizes
 

@@ -9,11 +9,11 @@ import functools
 import hashlib
 import io
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from types import ModuleType
 
-from lightning_bytescheduler.checks import importing, require_whole
+from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.exceptions import OptionError
 
 Bytes = bytes | bytearray | memoryview
@@ -27,34 +27,78 @@ _ALGORITHM = "xxh3_64"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slice:
-    """A file, or a range of one, with a known number of samples.
+    """A file with a known number of samples, divided into chunks, which are verified one by one.
 
     Attributes:
         key: Identity of the slice, the same in every process and after every restart.
         url: URL of its bytes, any that fsspec opens.
-        start: First byte of the range in the file at ``url``.
-        size: Length of the range in bytes.
+        size: Its length in bytes.
         samples: Samples in it, at least one.
-        checksum: ``"xxh3_64:<hex>"`` of the range's bytes, or ``None`` if the source has no index.
+        digests: Digests of the chunks, ``DIGEST_BYTES`` each; ``None`` if only lengths can be checked.
 
     Raises:
-        OptionError: If the key or the URL is empty, or a number is out of its range.
+        OptionError: If the digests are not as many as the chunks.
     """
 
     key: str
     url: str
-    start: int
     size: int
     samples: int
-    checksum: str | None = None
+    digests: bytes | None = field(default=None, repr=False)
+    chunk_bytes: int = CHUNK_BYTES
 
     def __post_init__(self) -> None:
-        for option, text in (("key", self.key), ("url", self.url)):
-            if not isinstance(text, str) or not text:
-                raise OptionError(option, text, "a text that is not empty")
-        require_whole("start", self.start, 0)
-        require_whole("size", self.size, 0)
-        require_whole("samples", self.samples, 1)
+        if self.digests is not None and len(self.digests) != self.count * DIGEST_BYTES:
+            raise OptionError("digests", self.digests, f"{self.count} times {DIGEST_BYTES} bytes")
+
+    @classmethod
+    def of(cls, content: Bytes, *, key: str, url: str, samples: int) -> Slice:
+        """Describe the slice with this content."""
+        return cls(key=key, url=url, size=len(content), samples=samples, digests=digests_of(content))
+
+    @property
+    def name(self) -> str:
+        """Name of the slice in a cache; other contents have another one."""
+        identity = repr((self.url, self.size, self.digests))
+        return hashlib.sha256(identity.encode()).hexdigest()[:40]
+
+    @property
+    def count(self) -> int:
+        """Number of chunks."""
+        return -(-self.size // self.chunk_bytes)
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """Return the first byte of chunk ``number`` and the one after its last, counted from the slice's start."""
+        start = number * self.chunk_bytes
+        return start, min(start + self.chunk_bytes, self.size)
+
+    def is_right(self, number: int, content: Bytes) -> bool:
+        """Whether ``content`` is chunk ``number``, as far as can be checked."""
+        start, stop = self.bounds(number)
+        if len(content) != stop - start:
+            return False
+        at = number * DIGEST_BYTES
+        return self.digests is None or digests_of(content, self.chunk_bytes) == self.digests[at : at + DIGEST_BYTES]
+
+    def right_chunks(
+        self, content: memoryview, first: int = 0, *, together: bool = False
+    ) -> Generator[memoryview, None, int]:
+        """Yield the chunks of a complete slice without a copy, or all in one piece; ends before a damaged one.
+
+        Returns:
+            The number of the chunk after the last one.
+        """
+        number = first
+        while number < self.count:
+            start, stop = self.bounds(number)
+            if not self.is_right(number, content[start:stop]):
+                break
+            number += 1
+            if not together:
+                yield content[start:stop]
+        if together and number > first:
+            yield content[self.bounds(first)[0] : self.bounds(number - 1)[1]]
+        return number
 
 
 Runs = list[tuple[int, int]]
@@ -167,7 +211,7 @@ def xxhash() -> ModuleType:
 
 
 def checksum_of(content: Bytes) -> str:
-    """Return the checksum of ``content`` as in slices and indexes, ``"xxh3_64:<hex>"``."""
+    """Return the checksum of ``content`` as in indexes, ``"xxh3_64:<hex>"``."""
     return f"{_ALGORITHM}:{xxhash().xxh3_64_hexdigest(content)}"
 
 
@@ -176,77 +220,3 @@ def digests_of(content: Bytes, chunk_bytes: int = CHUNK_BYTES) -> bytes:
     view = memoryview(content)
     starts = range(0, len(view), chunk_bytes)
     return b"".join(xxhash().xxh3_64_digest(view[start : start + chunk_bytes]) for start in starts)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkPlan:
-    """How the bytes of a slice are divided into chunks, which are verified one by one.
-
-    Attributes:
-        digests: Digests of the chunks, ``DIGEST_BYTES`` each; ``None`` if only lengths can be checked.
-        version: Distinguishes other contents of the same URL, if there is no checksum.
-
-    Raises:
-        OptionError: If the digests are not as many as the chunks.
-    """
-
-    slice: Slice
-    digests: bytes | None = None
-    chunk_bytes: int = CHUNK_BYTES
-    version: str = ""
-
-    def __post_init__(self) -> None:
-        if self.digests is not None and len(self.digests) != self.count * DIGEST_BYTES:
-            raise OptionError("digests", self.digests, f"{self.count} times {DIGEST_BYTES} bytes")
-
-    @classmethod
-    def of(cls, content: Bytes, *, key: str, url: str, samples: int, start: int = 0) -> ChunkPlan:
-        """Describe the slice with this content."""
-        checksum = checksum_of(content)
-        slice_ = Slice(key=key, url=url, start=start, size=len(content), samples=samples, checksum=checksum)
-        return cls(slice=slice_, digests=digests_of(content))
-
-    @property
-    def name(self) -> str:
-        """Name of the slice in a cache; other contents have another one."""
-        one = self.slice
-        identity = repr((one.url, one.start, one.size, one.checksum, "" if one.checksum else self.version))
-        return hashlib.sha256(identity.encode()).hexdigest()[:40]
-
-    @property
-    def count(self) -> int:
-        """Number of chunks."""
-        return -(-self.slice.size // self.chunk_bytes)
-
-    def bounds(self, number: int) -> tuple[int, int]:
-        """Return the first byte of chunk ``number`` and the one after its last, counted from the slice's start."""
-        start = number * self.chunk_bytes
-        return start, min(start + self.chunk_bytes, self.slice.size)
-
-    def is_right(self, number: int, content: Bytes) -> bool:
-        """Whether ``content`` is chunk ``number``, as far as can be checked."""
-        start, stop = self.bounds(number)
-        if len(content) != stop - start:
-            return False
-        at = number * DIGEST_BYTES
-        return self.digests is None or digests_of(content, self.chunk_bytes) == self.digests[at : at + DIGEST_BYTES]
-
-    def right_chunks(
-        self, content: memoryview, first: int = 0, *, together: bool = False
-    ) -> Generator[memoryview, None, int]:
-        """Yield the chunks of a complete slice without a copy, or all in one piece; ends before a damaged one.
-
-        Returns:
-            The number of the chunk after the last one.
-        """
-        number = first
-        while number < self.count:
-            start, stop = self.bounds(number)
-            if not self.is_right(number, content[start:stop]):
-                break
-            number += 1
-            if not together:
-                yield content[start:stop]
-        if together and number > first:
-            yield content[self.bounds(first)[0] : self.bounds(number - 1)[1]]
-        return number

@@ -1,6 +1,6 @@
 """The store of slices: reads samples of a slice while it arrives, and fetches the next slices early.
 
-``SliceStore.samples`` yields a slice's samples from verified chunks: of a mapped file on this machine, of the cache, or
+``SliceStore.open`` gives a slice's samples, made of verified chunks: of a mapped file on this machine, of the cache, or
 of a fetch in progress, in this or another process of this machine. ``SliceStore.prefetch`` fetches the slices that come
 next into the cache.
 """
@@ -26,12 +26,11 @@ from lightning_bytescheduler.slices.cache import (
     DiskFailed,
     SliceCache,
     SliceWriter,
-    file_bytes,
 )
-from lightning_bytescheduler.slices.fetch import SliceCounters, SliceStatistics, Waiting, fetch_chunks
-from lightning_bytescheduler.slices.formats import LeaveOut, SliceSamples
+from lightning_bytescheduler.slices.fetch import SliceCounters, Waiting, fetch_chunks
+from lightning_bytescheduler.slices.formats import SliceSamples
 from lightning_bytescheduler.slices.options import StoreOptions
-from lightning_bytescheduler.slices.slice import Bytes, ChunkPlan, Slice
+from lightning_bytescheduler.slices.slice import Bytes, Slice
 from lightning_bytescheduler.slices.source import SliceSource
 from lightning_bytescheduler.slices.urls import local_path
 
@@ -50,7 +49,6 @@ class SliceStore:
 
     Attributes:
         depth: Slices to keep ahead of the one being read, a quarter of the cache; 0 without one.
-        keeps: Number of slices of the largest size that the cache holds; 0 without one.
         prefetcher: Fetches into the cache, if there is one.
 
     Raises:
@@ -67,32 +65,8 @@ class SliceStore:
         self._begin()
         if self.prefetcher is not None and self.options.cache_bytes < self._largest[0]:
             needed, key = self._largest
-            allowed = f"of at least {needed} bytes, which the largest slice, {key!r}, takes in it"
+            allowed = f"of at least {needed} bytes, as the largest slice, {key!r}, has. 'slices make' cuts files"
             raise OptionError("cache", {"bytes": self.options.cache_bytes}, allowed)
-
-    def samples(
-        self, slice_: Slice, first: int = 0, stop: int | None = None, leave_out: LeaveOut | None = None
-    ) -> Iterator[Any]:
-        """Read a slice, or its samples from ``first`` up to, but not including, ``stop``.
-
-        Args:
-            slice_: A slice of the source.
-            first: The first sample.
-            stop: One after the last; ``None`` for all.
-            leave_out: Called with a sample that cannot be decoded, which is then left out; ``None`` to raise.
-
-        Yields:
-            The samples from there on, made of verified bytes.
-
-        Raises:
-            SliceCorruptError: If the slice stays wrong when fetched again. Samples yielded before are correct.
-            SourceUnavailableError: If the source is unavailable.
-            ByteSchedulerError: If the store has been closed.
-            ImportError: If a library is missing that the URL or the format needs.
-        """
-        with contextlib.closing(self.open(slice_)) as opened:
-            stop = slice_.samples if stop is None else min(stop, slice_.samples)
-            yield from itertools.chain.from_iterable(opened.take(first, stop, leave_out))
 
     def open(self, slice_: Slice, *, whole: bool = False) -> SliceSamples:
         """Open a slice to read it in parts: only requested samples are made. Close it after use.
@@ -105,14 +79,13 @@ class SliceStore:
             ByteSchedulerError: If the store has been closed.
         """
         self._begin_in_this_process()
-        plan = self.source.plan(slice_)
-        return self.source.open(slice_, partial(self._chunks, plan, whole), is_here=partial(self.is_here, slice_))
+        return self.source.open(slice_, partial(self._chunks, slice_, whole))
 
-    def fetch(self, plan: ChunkPlan, *, first: int = 0, waiting: Waiting | None = None) -> Iterator[bytearray]:
+    def fetch(self, slice_: Slice, *, first: int = 0, waiting: Waiting | None = None) -> Iterator[bytearray]:
         """Fetch chunks from number ``first`` on from the source; see ``fetch_chunks``."""
         return fetch_chunks(
-            plan,
-            partial(self.source.read, plan.slice),
+            slice_,
+            partial(self.source.read, slice_),
             first=first,
             timeout=self.options.timeout,
             waiting=waiting or self.waiting,
@@ -127,36 +100,18 @@ class SliceStore:
         """
         self._begin_in_this_process()
         if self.prefetcher is not None:
-            remote = [slice_ for slice_ in slices if local_path(slice_.url) is None]
-            self.prefetcher.plan([self.source.plan(slice_) for slice_ in remote])
+            self.prefetcher.plan([slice_ for slice_ in slices if local_path(slice_.url) is None])
 
     @property
     def is_local(self) -> bool:
         """Whether all slices are files on this machine, which need neither a cache nor a network."""
         return all(local_path(slice_.url) is not None for slice_ in self.source.slices)
 
-    @property
-    def statistics(self) -> SliceStatistics:
-        """Cost of reading in this process so far."""
-        return self.counters.snapshot()
-
-    def is_here(self, slice_: Slice) -> bool:
-        """Whether all bytes of a slice are on this machine, so that reading them again is cheap."""
-        if local_path(slice_.url) is not None:
-            return True
-        return self.prefetcher is not None and self.prefetcher.cache.has(self.source.plan(slice_))
-
     def close(self) -> None:
         """Stop the threads, waiting up to 5 s for them; fetched slices stay in the cache."""
         self._closed = True
         if self._pid == os.getpid() and self.prefetcher is not None:
             self.prefetcher.close(_CLOSE_SECONDS)
-
-    def __enter__(self) -> SliceStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"source": self.source, "options": self.options, "waiting": self.waiting}
@@ -169,13 +124,12 @@ class SliceStore:
         self._closed = self._warned = False
         self.counters = SliceCounters()
         self.prefetcher: SlicePrefetcher | None = None
-        self.depth = self.keeps = 0
+        self.depth = 0
         options = self.options
         if options.cache_dir is None or self.is_local:
             return
         # Several processes keep slices in the cache, and those being read need room.
-        self.keeps = options.cache_bytes // self._largest[0]
-        self.depth = max(self.keeps // 4, 1)
+        self.depth = max(options.cache_bytes // self._largest[0] // 4, 1)
         self.prefetcher = SlicePrefetcher(self, SliceCache(options.cache_dir, options.cache_bytes))
 
     def _begin_in_this_process(self) -> None:
@@ -191,60 +145,57 @@ class SliceStore:
 
     @cached_property
     def _largest(self) -> tuple[int, str]:
-        """The bytes that the largest slice takes in the cache, and its key."""
-        remote = (slice_ for slice_ in self.source.slices if local_path(slice_.url) is None)
-        return max((file_bytes(self.source.plan(slice_)), slice_.key) for slice_ in remote)
+        """The bytes of the largest slice that is not on this machine, and its key."""
+        return max((slice_.size, slice_.key) for slice_ in self.source.slices if local_path(slice_.url) is None)
 
     # ------------------------------------------------------------------ chunks
 
-    def _chunks(self, plan: ChunkPlan, together: bool) -> Generator[Bytes, None, None]:
+    def _chunks(self, slice_: Slice, together: bool) -> Generator[Bytes, None, None]:
         """Yield the verified chunks of a slice; those that are here already in one piece, if ``together``.
 
         Each of the ways to them returns the number of the chunk that comes next.
         """
-        path, number = local_path(plan.slice.url), 0
+        path, number = local_path(slice_.url), 0
         if path is not None:
-            number = yield from _mapped(path, plan, together)
+            number = yield from _mapped(path, slice_, together)
         elif self.prefetcher is not None:
-            number = yield from self._through_cache(self.prefetcher, plan, together)
-        yield from self._from_source(plan, number)  # also what is missing or damaged, where it raises the error
+            number = yield from self._through_cache(self.prefetcher, slice_, together)
+        yield from self._from_source(slice_, number)  # also what is missing or damaged, where it raises the error
 
-    def _from_source(self, plan: ChunkPlan, number: int) -> Generator[Bytes, None, int]:
-        chunks = self.fetch(plan, first=number)
+    def _from_source(self, slice_: Slice, number: int) -> Generator[Bytes, None, int]:
+        chunks = self.fetch(slice_, first=number)
         while True:
             started = time.monotonic()
             chunk = next(chunks, None)
             self.counters.add(stall_seconds=time.monotonic() - started)
             if chunk is None:
-                return plan.count
+                return slice_.count
             yield chunk
 
-    def _through_cache(
-        self, prefetcher: SlicePrefetcher, plan: ChunkPlan, together: bool
-    ) -> Generator[Bytes, None, int]:
-        number, cached = 0, prefetcher.cache.find(plan)
+    def _through_cache(self, prefetcher: SlicePrefetcher, slice_: Slice, together: bool) -> Generator[Bytes, None, int]:
+        number, cached = 0, prefetcher.cache.find(slice_)
         self.counters.add(**{"cache_misses" if cached is None else "cache_hits": 1})
-        prefetcher.taken(plan)
+        prefetcher.taken(slice_)
         while True:
             if cached is None:
-                number = yield from self._followed(prefetcher, plan, number)
+                number = yield from self._followed(prefetcher, slice_, number)
             else:
                 with contextlib.closing(cached):
                     number = yield from cached.chunks(number, together=together)
-                    if number < plan.count:
+                    if number < slice_.count:
                         self.counters.add(corrupt_chunks=1)
                         prefetcher.cache.discard(cached)
-            if number >= plan.count:
+            if number >= slice_.count:
                 return number
-            cached = prefetcher.cache.find(plan)
+            cached = prefetcher.cache.find(slice_)
 
-    def _followed(self, prefetcher: SlicePrefetcher, plan: ChunkPlan, number: int) -> Generator[Bytes, None, int]:
+    def _followed(self, prefetcher: SlicePrefetcher, slice_: Slice, number: int) -> Generator[Bytes, None, int]:
         """Yield the chunks that a thread of this process, or another process, writes into the cache."""
-        fetch, growing, waited = prefetcher.want(plan), None, 0.0
+        fetch, growing, waited = prefetcher.want(slice_), None, 0.0
         try:
-            while number < plan.count:
+            while number < slice_.count:
                 is_over = fetch.over.is_set()  # asked first, so that all chunks of a finished fetch are visible
-                growing = growing or prefetcher.cache.follow(plan)
+                growing = growing or prefetcher.cache.follow(slice_)
                 chunk = None if growing is None else growing.chunk(number)
                 if chunk is not None:
                     number, waited = number + 1, 0.0
@@ -253,13 +204,13 @@ class SliceStore:
                     # The process that writes it may be stopped, so do not depend on it.
                     fetch.is_wanted = False
                     self._warn_of(fetch.error)
-                    return (yield from self._from_source(plan, number))
+                    return (yield from self._from_source(slice_, number))
                 elif is_over and fetch.error is not None:
                     raise fetch.error
                 elif is_over:
                     break  # look again
                 elif waited > 2 * self.options.timeout:  # retries end after one; some requests never return
-                    raise SourceUnavailableError(plan.slice.url, waited, "a request that has not returned")
+                    raise SourceUnavailableError(slice_.url, waited, "a request that has not returned")
                 else:
                     self._require_open()
                     started = time.monotonic()
@@ -283,21 +234,18 @@ class SliceStore:
             )
 
 
-def _mapped(path: str, plan: ChunkPlan, together: bool) -> Generator[Bytes, None, int]:
+def _mapped(path: str, slice_: Slice, together: bool) -> Generator[Bytes, None, int]:
     """Yield the chunks of a file on this machine without a copy; ends before a missing or damaged one."""
-    slice_ = plan.slice
-    before = slice_.start % mmap.ALLOCATIONGRANULARITY
+    size = slice_.size
     try:
         with open(path, "rb") as file:
-            if not slice_.size or os.fstat(file.fileno()).st_size < slice_.start + slice_.size:
+            if not size or os.fstat(file.fileno()).st_size < size:
                 return 0
             # Private: a reader may write to its chunks without effect on the file or other readers.
-            mapped = mmap.mmap(
-                file.fileno(), before + slice_.size, access=mmap.ACCESS_COPY, offset=slice_.start - before
-            )
+            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
     except OSError:
         return 0
-    return (yield from plan.right_chunks(memoryview(mapped)[before:], together=together))
+    return (yield from slice_.right_chunks(memoryview(mapped), together=together))
 
 
 class Fetch:
@@ -310,13 +258,13 @@ class Fetch:
         error: Why the slice is not in the cache.
     """
 
-    def __init__(self, plan: ChunkPlan, run: Callable[[Fetch], None]) -> None:
-        self.plan = plan
+    def __init__(self, slice_: Slice, run: Callable[[Fetch], None]) -> None:
+        self.slice = slice_
         self.is_wanted = self.waits = False
         self.over = threading.Event()
         self.error: Exception | None = None
         # A daemon: a request that never returns must not block the end of the process.
-        name = f"bytescheduler-slice-fetch-{plan.name[:8]}"
+        name = f"bytescheduler-slice-fetch-{slice_.name[:8]}"
         self.thread = threading.Thread(target=run, args=(self,), name=name, daemon=True)
 
 
@@ -334,32 +282,32 @@ class SlicePrefetcher:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._fetches: dict[str, Fetch] = {}
-        self._plan: dict[str, ChunkPlan] = {}
+        self._plan: dict[str, Slice] = {}
         self._kept: dict[str, CachedSlice] = {}
 
-    def want(self, plan: ChunkPlan) -> Fetch:
+    def want(self, slice_: Slice) -> Fetch:
         """Fetch a slice now; returns the fetch in progress if there is one, not one that has failed before."""
         with self._lock:
-            fetch = self._fetches.get(plan.name)
+            fetch = self._fetches.get(slice_.name)
             if fetch is None or fetch.error is not None:
-                fetch = self._start(plan)
+                fetch = self._start(slice_)
             fetch.is_wanted = True
             return fetch
 
-    def plan(self, plans: Sequence[ChunkPlan]) -> None:
+    def plan(self, slices: Sequence[Slice]) -> None:
         """Fetch these next, in this order, as far ahead as the depth; replaces the earlier plan."""
         with self._lock:
-            self._plan = {plan.name: plan for plan in plans}
+            self._plan = {slice_.name: slice_ for slice_ in slices}
             dropped = [self._kept.pop(name) for name in list(self._kept) if name not in self._plan]
             self._start_planned()
         for cached in dropped:
             cached.close()
 
-    def taken(self, plan: ChunkPlan) -> None:
+    def taken(self, slice_: Slice) -> None:
         """Release a slice that a reader now holds itself."""
         with self._lock:
-            self._plan.pop(plan.name, None)
-            cached = self._kept.pop(plan.name, None)
+            self._plan.pop(slice_.name, None)
+            cached = self._kept.pop(slice_.name, None)
             self._start_planned()
         if cached is not None:
             cached.close()
@@ -382,23 +330,23 @@ class SlicePrefetcher:
         for cached in list(self._kept.values()):  # the threads are the parent's, and the lock may be held forever
             cached.close()
 
-    def _start(self, plan: ChunkPlan) -> Fetch:
-        fetch = Fetch(plan, self._run)
+    def _start(self, slice_: Slice) -> Fetch:
+        fetch = Fetch(slice_, self._run)
         fetch.thread.start()  # where no thread can be started, no fetch is waited for
-        self._fetches[plan.name] = fetch
+        self._fetches[slice_.name] = fetch
         return fetch
 
     def _start_planned(self) -> None:
         if self._stopped.is_set():
             return
-        for name, plan in itertools.islice(self._plan.items(), self._store.depth):
+        for name, slice_ in itertools.islice(self._plan.items(), self._store.depth):
             if sum(not (fetch.is_wanted or fetch.waits) for fetch in self._fetches.values()) >= _THREADS:
                 return
             if name not in self._kept and name not in self._fetches:
-                self._start(plan)
+                self._start(slice_)
 
     def _run(self, fetch: Fetch) -> None:
-        name, cached = fetch.plan.name, None
+        name, cached = fetch.slice.name, None
         try:
             cached = self._fetched(fetch)
         except Exception as error:  # any error goes to the reader of the slice
@@ -420,10 +368,10 @@ class SlicePrefetcher:
 
     def _fetched(self, fetch: Fetch) -> CachedSlice | None:
         """Return the slice when it is in the cache; ``None`` if that is to be waited for, and not planned any more."""
-        while (cached := self.cache.find(fetch.plan)) is None:
+        while (cached := self.cache.find(fetch.slice)) is None:
             self._require_running()
             try:
-                writer = self.cache.begin(fetch.plan)
+                writer = self.cache.begin(fetch.slice)
             except CacheFull as error:
                 if fetch.is_wanted or isinstance(error, DiskFailed):
                     raise
@@ -433,7 +381,7 @@ class SlicePrefetcher:
                 return self._written(fetch, writer)
             with self._lock:
                 fetch.waits = True
-                if not fetch.is_wanted and fetch.plan.name not in self._plan:
+                if not fetch.is_wanted and fetch.slice.name not in self._plan:
                     return None
                 self._start_planned()
             self._stopped.wait(_RETRY_SECONDS)
@@ -441,7 +389,7 @@ class SlicePrefetcher:
 
     def _written(self, fetch: Fetch, writer: SliceWriter) -> CachedSlice:
         try:
-            for chunk in self._store.fetch(fetch.plan, waiting=self._waiting):
+            for chunk in self._store.fetch(fetch.slice, waiting=self._waiting):
                 self._require_running()  # not after the last chunk: its reader may have ended the training
                 writer.write(chunk)
             cached = writer.commit()

@@ -22,8 +22,8 @@ the next worker that asks. At most two epochs are open, so that no slice is more
 out, a worker waits.
 
 There are no backup tasks: if two workers trained on the same samples, these would be in the weights of both. A slow
-worker keeps the slice that it has begun, and a slice that is its only one, while it lives. Slices of dead and
-disconnected workers come back.
+worker keeps the slice that it has begun, and a slice that is its only one, while it lives. Slices of workers come back
+that the tracker's owner says are dead.
 
 Workers and the tracker exchange *messages*, each one line of JSON: frozen, with plain values, and checked against their
 types when they come in. The tracker checks whether numbers fit its slices.
@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import wraps
@@ -51,8 +51,7 @@ import torch
 from lightning_bytescheduler.checks import is_whole
 from lightning_bytescheduler.exceptions import OptionError, TrackerStateError
 from lightning_bytescheduler.slices.catalogue import DataOrder, SliceCatalogue, slice_order
-from lightning_bytescheduler.slices.options import TrackerOptions
-from lightning_bytescheduler.slices.slice import Runs, Slice, SliceState, joined, samples_of, without
+from lightning_bytescheduler.slices.slice import Runs, SliceState, joined, samples_of, without
 
 _MOST_EPOCHS = 2  # from the first with something left to train on, so that no slice is more than one epoch late
 _VERSION = 6
@@ -64,7 +63,6 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
-_Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="kind", forbid_unknown_fields=True):
@@ -115,15 +113,11 @@ class JoinTracker(_Message, frozen=True):
         worker: Name of the worker, the same after a restart: what it held is kept for that name.
         incarnation: Any text that no other process of that name uses. A process that joins again after ``JoinAgain``
             may repeat its own.
-        keeps: Number of fetched slices that it keeps. It is given these first in the next epochs.
-        prefetch: Slices it may hold that it has not begun.
         holds: What it held before, and would go on with.
     """
 
     worker: Name
     incarnation: Name
-    keeps: Natural = 0
-    prefetch: _Positive = 2
     holds: tuple[HeldSlice, ...] = ()
 
 
@@ -138,7 +132,8 @@ class Assignment(_Message, frozen=True):
     grant: Natural
     epoch: Natural
     slice_index: Natural
-    slice: Slice
+    key: Name
+    samples: _Positive
     todo: tuple[tuple[Natural, _Positive], ...]
     revoked: tuple[Natural, ...] = ()
 
@@ -151,14 +146,12 @@ class Joined(_Message, frozen=True):
 
     Attributes:
         run: Distinguishes trackers, whose epochs are others; the same after a restart from a saved state.
-        lease: Seconds without a message after which the worker counts as dead.
         held: What it said that it holds, and is still its own, with new grants. The rest is done, or another's.
     """
 
     session: Natural
     run: Name
     epoch: Natural
-    lease: _Seconds
     held: tuple[Assignment, ...] = ()
 
 
@@ -183,7 +176,6 @@ class WaitReason(str, Enum):
     """Why there is no slice now.
 
     Attributes:
-        LIMIT: The worker holds as many slices ahead as it may: ask when it begins one.
         HELD: Other workers hold the rest: ask again, as one may die, or have more to do than this one.
         SOON: The tracker was restarted, and waits for other workers to say what they hold: ask again, there may be one.
         EPOCH: The epoch asked for cannot begin yet, as the one two before it is not over.
@@ -191,7 +183,6 @@ class WaitReason(str, Enum):
         OVER: Nothing is left of the epoch asked for, with any worker: ask for the next one.
     """
 
-    LIMIT = "limit"
     HELD = "held"
     SOON = "soon"
     EPOCH = "epoch"
@@ -227,18 +218,6 @@ class QuarantineSlice(_Message, frozen=True):
     reason: str
 
 
-class RenewLease(_Message, frozen=True):
-    """The worker lives. Every other message implies this too."""
-
-    session: Natural
-
-
-class LeaveTracker(_Message, frozen=True):
-    """The worker leaves, and has trained on nothing beyond its reports."""
-
-    session: Natural
-
-
 class Receipt(_Message, frozen=True):
     """The result of a message that hands nothing out.
 
@@ -251,13 +230,13 @@ class Receipt(_Message, frozen=True):
 
 
 class JoinAgain(_Message, frozen=True):
-    """The session is over, as its lease ran out or the tracker was restarted. All of its grants are void.
+    """The session is over, as its worker was taken for dead or the tracker was restarted. All of its grants are void.
 
     Any message but a ``JoinTracker`` may get this answer.
     """
 
 
-Call: TypeAlias = JoinTracker | RequestSlice | ReportProgress | QuarantineSlice | RenewLease | LeaveTracker
+Call: TypeAlias = JoinTracker | RequestSlice | ReportProgress | QuarantineSlice
 """Messages of workers."""
 
 Reply: TypeAlias = Joined | Assignment | AskLater | Receipt | JoinAgain
@@ -318,9 +297,12 @@ class SliceTracker:
 
     The methods for single kinds of messages may be called by one thread only; all others by any.
 
+    Who has died is for its owner to say, with :meth:`release`.
+
     Args:
         catalogue: All slices.
-        options: How they are handed out.
+        seed: Seed of the order of slices, from 0 to 2**64 - 1.
+        shuffle: False keeps the catalogue's order.
         clock: Returns monotonic seconds, as ``time.monotonic``.
         counts_merged: Whether samples count when :meth:`settle` says that they are in the weights, and not when a
             worker reports them.
@@ -329,14 +311,15 @@ class SliceTracker:
     def __init__(
         self,
         catalogue: SliceCatalogue,
-        options: TrackerOptions | None = None,
         *,
+        seed: int = 0,
+        shuffle: bool = True,
         clock: Callable[[], float],
         counts_merged: bool = False,
     ) -> None:
         self.catalogue = catalogue
         self._counts_merged = counts_merged
-        self.options = TrackerOptions() if options is None else options
+        self._order = catalogue.order(seed=seed, shuffle=shuffle)
         self._clock = clock
         self._run = secrets.token_hex(8)
         self._workers: dict[str, TrackedWorker] = {}
@@ -345,15 +328,12 @@ class SliceTracker:
         self._next_grant = self._next_session = 1
         self._quarantined: dict[int, str] = {}  # reasons; left out of epochs that begin later
         self._epochs = [self._begun(0, ())]  # the current one, and the next if it is open
-        self._wanted = False
         self._lock = RLock()
         self._answers: dict[type[Call], Callable[[Any], Reply]] = {
             JoinTracker: self.join,
             RequestSlice: self.request,
             ReportProgress: self.progress,
             QuarantineSlice: self.quarantine,
-            RenewLease: self.renew,
-            LeaveTracker: self.leave,
         }
 
     @_alone
@@ -383,19 +363,15 @@ class SliceTracker:
         if record is None:
             record = self._workers[message.worker] = TrackedWorker(message.worker)
         record.incarnation = message.incarnation
-        record.prefetch, record.keeps = message.prefetch, message.keeps
-        record.deadline = self._clock() + self.options.lease
         if record.session is None:
             record.session = self._next_session
             self._sessions[record.session] = record
             self._next_session += 1
-        self.expire()
         claimed = [self._claimed(record, self._open(one.epoch), one) for one in message.holds]
         return Joined(
             session=record.session,
             run=self._run,
             epoch=self._epochs[-1].epoch,
-            lease=self.options.lease,
             held=tuple(self._assignment(grant) for grant in claimed if grant is not None),
         )
 
@@ -405,8 +381,7 @@ class SliceTracker:
         Raises:
             OptionError: If all slices are quarantined, so that there will never be one.
         """
-        record = self._renewed(message.session)  # first, as a late worker that asks is not dead
-        self.expire()
+        record = self._sessions.get(message.session)
         if record is None:
             return JoinAgain()
         if len(self._quarantined) == len(self.catalogue):  # otherwise epochs would end as soon as they begin
@@ -435,13 +410,9 @@ class SliceTracker:
             reason = WaitReason.MERGING if any(one.unfinished for one in asked) else WaitReason.OVER
         elif message.looks and any(one.holders for one in asked):
             reason = WaitReason.HELD
-        elif len(record.ahead) >= record.prefetch:
-            reason = WaitReason.LIMIT
         elif (found := self._choose(record, asked)) is not None:
-            self._wanted = False
             return self._assignment(self._grant(record, *found), revoked)
         else:
-            self._wanted = True
             reason = WaitReason.EPOCH if beyond else WaitReason.HELD
         return AskLater(reason=reason, revoked=revoked)
 
@@ -451,7 +422,7 @@ class SliceTracker:
         Raises:
             OptionError: If ``trained`` is not a number of samples of that slice.
         """
-        record = self._renewed(message.session)
+        record = self._sessions.get(message.session)
         if record is None:
             return JoinAgain()
         grant, trained = record.grants.get(message.grant), message.trained
@@ -474,7 +445,7 @@ class SliceTracker:
         Raises:
             OptionError: If there is no such slice.
         """
-        if self._renewed(message.session) is None:
+        if message.session not in self._sessions:
             return JoinAgain()
         index = self.catalogue.find(message.key)
         if index is None:
@@ -485,18 +456,6 @@ class SliceTracker:
                 self._drop(one.holders[index])
             one.leave_out(index)
         self._roll()
-        return Receipt(accepted=True)
-
-    def renew(self, message: RenewLease) -> Receipt | JoinAgain:
-        """Renew a lease."""
-        return JoinAgain() if self._renewed(message.session) is None else Receipt(accepted=True)
-
-    def leave(self, message: LeaveTracker) -> Receipt | JoinAgain:
-        """Take back a leaving worker's slices at their positions."""
-        record = self._sessions.get(message.session)
-        if record is None:
-            return JoinAgain()
-        self._remove(record)
         return Receipt(accepted=True)
 
     # Called by the tracker's owner.
@@ -559,7 +518,7 @@ class SliceTracker:
 
     @_alone
     def release(self, worker: str) -> bool:
-        """Take back the slices of a dead worker; returns whether it was known."""
+        """Take back the slices of a worker that is dead or has left; returns whether it was known."""
         record = self._workers.get(worker)
         if record is not None:
             self._remove(record)
@@ -570,15 +529,6 @@ class SliceTracker:
         record = self._workers.get(worker)
         return 0 if record is None or record.session is None else len(record.grants)
 
-    @_alone
-    def expire(self) -> tuple[str, ...]:
-        """Release every worker whose lease is over; returns their names. Each request does this too."""
-        now = self._clock()
-        names = tuple(name for name, record in self._workers.items() if record.deadline <= now)
-        for name in names:
-            self.release(name)
-        return names
-
     @property
     def epoch(self) -> int:
         """The current epoch, from 0: the first with something left."""
@@ -588,11 +538,6 @@ class SliceTracker:
     def over(self) -> bool:
         """Whether nothing is left of the current epoch."""
         return self._epochs[0].unfinished == 0
-
-    @property
-    def wanted(self) -> bool:
-        """Whether a worker has asked for a slice while others hold all that are left."""
-        return self._wanted and not self.over
 
     @_alone
     def report(self) -> TrackerReport:
@@ -607,8 +552,6 @@ class SliceTracker:
             unfinished=running.unfinished,
             quarantined={self.catalogue[index].key: reason for index, reason in self._quarantined.items()},
             workers=len(self._workers),
-            returned=running.returned,
-            stolen=running.stolen,
             ahead=sum(one.trained for one in self._epochs[1:]),
         )
 
@@ -636,12 +579,13 @@ class SliceTracker:
         Args:
             state: From :meth:`state_dict`.
             workers: Workers that will join and continue what their names held; slices of others are available at once.
-                With ``None``, each name is awaited for one lease.
+                With ``None``, each name is awaited until it is released.
             patience: Seconds for which nothing is handed out before all of them have joined: they may hold more by now
                 than the state says.
 
         Raises:
-            TrackerStateError: If the state is of other slices or another order, or damaged. Nothing has changed then.
+            TrackerStateError: If the state is of other slices or another order, or of other types. Nothing has changed
+                then.
         """
         saved = read_state(state, SavedTracker, version=_VERSION, what="The state")
         difference = self._order.difference(saved.order)
@@ -650,27 +594,18 @@ class SliceTracker:
                 f"The state is of other slices or another order: {difference}. Resume on the slices and options it was "
                 "saved with, or start anew."
             )
-        if any(index >= len(self.catalogue) for index in saved.quarantined):
-            raise _damaged("quarantined", "names slices that are not there")
         # A worker may still have numbers of another life, which must not mean something else in this one.
         self._next_grant, self._next_session = secrets.randbelow(_NUMBERS) + 1, secrets.randbelow(_NUMBERS) + 1
-        epochs: dict[int, EpochSlices] = {}
-        for found in saved.epochs:
-            if epochs and found.epoch != max(epochs) + 1:
-                raise _damaged("epochs", "do not follow each other")
-            epochs[found.epoch] = self._begun(found.epoch, saved.quarantined)
-            epochs[found.epoch].restore(found)
-        records = {name: TrackedWorker(name, self._clock() + self.options.lease) for name in saved.workers}
+        self._run, self._sessions, self._quarantined = saved.run, {}, saved.quarantined
+        self._patient_until = self._clock() + patience
+        self._epochs = [self._begun(found.epoch, saved.quarantined) for found in saved.epochs]
+        for one, found in zip(self._epochs, saved.epochs, strict=True):
+            one.restore(found)
+        self._workers = {name: TrackedWorker(name) for name in saved.workers}
         for name, holds in saved.workers.items():
             for held in holds:
-                grant = self._claimed(records[name], epochs.get(held.epoch), held)
-                if grant is None:
-                    raise _damaged("workers", "hold slices that are not there, done, or another's")
-                grant.told = False
-        self._run, self._workers, self._sessions = saved.run, records, {}
-        self._patient_until = self._clock() + patience
-        self._quarantined = dict(saved.quarantined)
-        self._epochs = list(epochs.values())
+                if (grant := self._claimed(self._workers[name], self._open(held.epoch), held)) is not None:
+                    grant.told = False
         if workers is not None:
             for name in self._workers.keys() - set(workers):
                 self.release(name)
@@ -679,12 +614,8 @@ class SliceTracker:
 
     # Internal.
 
-    @property
-    def _order(self) -> DataOrder:
-        return self.catalogue.order(seed=self.options.seed, shuffle=self.options.shuffle)
-
     def _begun(self, epoch: int, left_out: Iterable[int]) -> EpochSlices:
-        return EpochSlices(self.catalogue.samples, self.options, epoch=epoch, left_out=left_out)
+        return EpochSlices(self.catalogue.samples, self._order, epoch=epoch, left_out=left_out)
 
     def _open(self, epoch: int) -> EpochSlices | None:
         place = epoch - self.epoch
@@ -704,33 +635,17 @@ class SliceTracker:
 
     def _take_away(self, grant: Grant) -> None:
         self._drop(grant)
-        grant.epoch.returned += 1
         grant.epoch.offer_again(grant.index)
 
     def _roll(self) -> None:
         """Go on to the next epoch, if it is open and nothing is left of the current one."""
         while len(self._epochs) > 1 and self.over:
             del self._epochs[0]
-            self._wanted = False
-
-    def _renewed(self, session: int) -> TrackedWorker | None:
-        record = self._sessions.get(session)
-        if record is not None:
-            record.deadline = self._clock() + self.options.lease
-        return record
 
     def _choose(self, record: TrackedWorker, asked: Sequence[EpochSlices]) -> tuple[EpochSlices, int] | None:
-        """Assign a slice of the first epoch that has one, or one of a worker with more to do.
-
-        Within an epoch: one that the worker has kept, or the next in order.
-        """
+        """Assign the next slice of the first epoch that has one, or one of a worker with more to do."""
         for one in asked:
-            if not one.available:
-                continue
-            index = next((kept for kept in record.offers(one.epoch, one.ranks) if one.take(kept)), None)
-            if index is None:
-                index = one.take_next()
-            if index is not None:
+            if (index := one.take_next()) is not None:
                 return one, index
         return self._steal(record, asked[-1].epoch)
 
@@ -748,7 +663,6 @@ class SliceTracker:
         if found is None:
             return None
         self._drop(found)
-        found.epoch.stolen += 1
         return found.epoch, found.index
 
     def _grant(self, record: TrackedWorker, one: EpochSlices, index: int) -> Grant:
@@ -765,7 +679,6 @@ class SliceTracker:
         )
         self._next_grant += 1
         record.grants[grant.number] = one.holders[index] = grant
-        record.keep(index)
         return grant
 
     def _drop(self, grant: Grant) -> None:
@@ -785,7 +698,8 @@ class SliceTracker:
             grant=grant.number,
             epoch=grant.epoch.epoch,
             slice_index=grant.index,
-            slice=self.catalogue[grant.index],
+            key=self.catalogue[grant.index].key,
+            samples=grant.samples,
             todo=tuple(grant.epoch.todo(grant.index)),
             revoked=revoked,
         )
@@ -804,8 +718,6 @@ class TrackerReport:
         unfinished: Slices that are neither used nor quarantined.
         quarantined: Reason by key, of all slices that are left out.
         workers: Number of known workers.
-        returned: Slices that came back from workers that died or left, since the tracker was made.
-        stolen: Slices taken from a worker with more to do that had not begun them, since the tracker was made.
         ahead: Samples of the next epoch that are already trained on.
     """
 
@@ -817,8 +729,6 @@ class TrackerReport:
     unfinished: int
     quarantined: dict[str, str]
     workers: int
-    returned: int
-    stolen: int
     ahead: int
 
 
@@ -827,21 +737,14 @@ class TrackedWorker:
     """A worker, or after a restart of the tracker, its saved grants.
 
     Attributes:
-        deadline: When it counts as dead without a further message, on the tracker's clock.
         session: ``None`` until the worker has joined after a state was loaded.
         grants: Grants by number, in the order in which they were made.
     """
 
     name: str
-    deadline: float = math.inf
     session: int | None = None
     incarnation: str | None = None
     grants: dict[int, Grant] = field(default_factory=dict)
-    prefetch: int = 1
-    keeps: int = 0
-    _kept: dict[int, None] = field(default_factory=dict)  # the last slices that it was given
-    _offers: list[int] = field(default_factory=list)  # slices still to be offered
-    _offers_of: int = -1  # their epoch
 
     @property
     def ahead(self) -> list[Grant]:
@@ -852,20 +755,6 @@ class TrackedWorker:
     def left(self) -> int:
         """Samples that it has still to train on."""
         return sum(grant.left for grant in self.grants.values())
-
-    def keep(self, index: int) -> None:
-        """Record a slice that it is given, which it fetches and keeps."""
-        self._kept.pop(index, None)
-        self._kept[index] = None
-        if len(self._kept) > self.keeps:
-            del self._kept[next(iter(self._kept))]
-
-    def offers(self, epoch: int, ranks: npt.NDArray[np.int32]) -> Iterator[int]:
-        """Yield slices that it keeps, in the epoch's order; each is offered once an epoch to limit the work."""
-        if epoch != self._offers_of:
-            self._offers, self._offers_of = sorted(self._kept, key=lambda index: -int(ranks[index])), epoch
-        while self._offers:
-            yield self._offers.pop()
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -908,16 +797,14 @@ class EpochSlices:
     Attributes:
         holders: Grants by slice.
         trained: Samples that count in this epoch, each once.
-        returned: Slices that came back from workers that died or left, since the tracker was made.
-        stolen: Slices taken from a worker with more to do that had not begun them, since the tracker was made.
     """
 
     def __init__(
-        self, samples: npt.NDArray[np.int64], options: TrackerOptions, *, epoch: int, left_out: Iterable[int]
+        self, samples: npt.NDArray[np.int64], order: DataOrder, *, epoch: int, left_out: Iterable[int]
     ) -> None:
         self.samples = samples
         self.epoch = epoch
-        self._order = slice_order(len(samples), seed=options.seed, epoch=epoch, shuffle=options.shuffle)
+        self._order = slice_order(len(samples), seed=order.seed, epoch=epoch, shuffle=order.shuffle)
         self.ranks: npt.NDArray[np.int32] = np.empty_like(self._order)
         self.ranks[self._order] = np.arange(len(self._order), dtype=np.int32)
         self.states: npt.NDArray[np.uint8] = np.full(len(samples), SliceState.AVAILABLE, np.uint8)
@@ -926,7 +813,6 @@ class EpochSlices:
         self._booked: dict[int, Runs] = {}
         self.cursor = 0  # place in the order before which nothing is available
         self.holders: dict[int, Grant] = {}
-        self.returned = self.stolen = 0
         self._count()
 
     def saved(self) -> SavedEpoch:
@@ -935,22 +821,9 @@ class EpochSlices:
         return SavedEpoch(epoch=self.epoch, used=used, done={index: list(runs) for index, runs in self._done.items()})
 
     def restore(self, saved: SavedEpoch) -> None:
-        """Restore this epoch, which is new.
-
-        Raises:
-            TrackerStateError: If what was saved is damaged.
-        """
-        if saved.used.dtype != torch.bool or saved.used.shape != self.samples.shape:
-            raise _damaged("used", "is not a column of torch.bool, one for each slice")
+        """Restore this epoch, which is new."""
         self.states[saved.used.cpu().numpy()] = SliceState.USED
-        for index, runs in saved.done.items():
-            is_part = index < len(self.samples) and self.states[index] != SliceState.USED
-            if not is_part or joined(runs) != runs or not all(start < stop for start, stop in runs):
-                raise _damaged("done", "has runs that are out of order, or of no slice, or of one that is used")
-            # a slice that is done whole must be used, and has no runs
-            if samples_of(runs) >= self.samples[index] or (runs and runs[-1][1] > self.samples[index]):
-                raise _damaged("done", "has a run outside its slice, or all of it")
-            self._done[index] = list(runs)
+        self._done = saved.done
         self._count()
 
     def _count(self) -> None:
@@ -1084,7 +957,3 @@ def read_state(state: object, kind: type[_Saved], *, version: int, what: str) ->
         return msgspec.convert(state, kind, str_keys=True)  # as JSON has them
     except msgspec.ValidationError as error:
         raise TrackerStateError(f"{what} is damaged: {error}.") from error
-
-
-def _damaged(name: str, how: str) -> TrackerStateError:
-    return TrackerStateError(f"The state is damaged: its {name!r} {how}.")

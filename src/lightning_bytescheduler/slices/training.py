@@ -19,13 +19,12 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
 
-from lightning_bytescheduler.checks import is_whole, require_whole
+from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError, TrackerStateError
 from lightning_bytescheduler.lightning_api import pl
 from lightning_bytescheduler.slices.catalogue import corrupt_on_any
@@ -40,7 +39,6 @@ from lightning_bytescheduler.slices.epoch_plan import (
     samples_in,
     step_sizes,
 )
-from lightning_bytescheduler.slices.options import TrackerOptions
 from lightning_bytescheduler.slices.slice import Runs, Slice, joined, samples_of, without
 from lightning_bytescheduler.slices.store import SliceStore
 from lightning_bytescheduler.slices.tracker import (
@@ -51,10 +49,8 @@ from lightning_bytescheduler.slices.tracker import (
     JoinAgain,
     Joined,
     JoinTracker,
-    LeaveTracker,
     QuarantineSlice,
     Receipt,
-    RenewLease,
     ReportProgress,
     RequestSlice,
     SliceTracker,
@@ -70,10 +66,9 @@ _AHEAD = 4  # slices that a worker holds to fetch them; others may need them at 
 _LOOK_S = 1.0
 _MOMENT_S = 0.2
 _ANSWER_S = 1800.0  # longest wait for an answer of the tracker
-_LEAVE_S = 5.0
+_STOP_S = 5.0
 _FEWEST, _MOST = 2, 64  # batches that are made ahead of need
 _AGAIN = 0.25  # seconds before the tracker is asked again after it had nothing
-_RENEWALS = 4  # per lease, while there is nothing else to report
 _GIVEN_OUT = (WaitReason.OVER, WaitReason.MERGING, WaitReason.HELD)  # nothing of the epoch is available now
 _WAITS = "waits"  # sent to ranks in place of a batch, or of the end of a pass
 _TURN: msgspec.json.Decoder[SliceBatch | str | None] = msgspec.json.Decoder(SliceBatch | str | None)
@@ -129,19 +124,6 @@ def require_same(trainer: pl.Trainer, option: str, here: str) -> None:
     there = trainer.strategy.broadcast(here)
     if not trainer.strategy.reduce_boolean_decision(here == there, all=True):
         raise OptionError(option, here, f"the same on every rank: on rank 0 it is {there}, on some other it is not")
-
-
-def require_tracker_host(host: object) -> None:
-    """Require a way to a tracker.
-
-    Raises:
-        OptionError: If it is not one.
-    """
-    worker, workers = getattr(host, "worker", None), getattr(host, "workers", None)
-    is_host = callable(getattr(host, "connect", None)) and isinstance(getattr(host, "waits", None), bool)
-    if not is_host or not is_whole(workers, 1) or not is_whole(worker) or worker >= workers:
-        allowed = "a TrackerHost: an object with worker (from 0), workers, waits (a bool) and connect(make)"
-        raise OptionError("host", host, f"{allowed}; strategy='diloco' makes one by itself")
 
 
 class TrackerHost(Protocol):
@@ -275,7 +257,6 @@ class TrackerPlan:
         batch_size: int,
         ahead: int = 2,
         slices: Sequence[Slice],
-        keeps: int = 0,
         waits: bool = True,
         resumes: bool = False,
         begins: EpochOfRun | None = None,
@@ -285,7 +266,7 @@ class TrackerPlan:
         self.batch_size = require_whole("batch_size", batch_size, 1)
         self.epoch = 0
         self._client = client
-        self._joins = JoinTracker(worker=worker, incarnation=incarnation, keeps=keeps, prefetch=max(ahead, 1))
+        self._joins = JoinTracker(worker=worker, incarnation=incarnation)
         self._ahead = ahead
         self._slices = slices
         self._waits = waits
@@ -296,8 +277,6 @@ class TrackerPlan:
         self._last_epoch = -1 if begins is None else begins.epoch - 1  # that a pass is to come to
         self._pass = _Pass(has_ended=True)  # before the first one
         self._session = 0  # 0: not joined
-        self._lease = 0.0
-        self._heard = 0.0  # when the tracker last heard of this worker
         self._held: dict[tuple[int, int], _Held] = {}  # by epoch and slice
         self._reason: WaitReason | None = None  # why there was no slice of this epoch
         self._ask_at = 0.0
@@ -412,23 +391,10 @@ class TrackerPlan:
                 self._go_on()
         return True
 
-    def keep_alive(self) -> None:
-        """Renew the lease if nothing was sent for long, as during a validation."""
-        if self._session and self._clock() - self._heard > self._lease / _RENEWALS:
-            self._tell(RenewLease(session=self._session))
-
     def end_epoch(self) -> None:
         """Go on to the next epoch, if nothing is left of this one."""
         if self.rest() is None:
             self._go_on()
-
-    def leave(self) -> None:
-        """Give back held slices at their positions. A later pass joins again."""
-        self.report()
-        if session := self._session:
-            self._session, self._reason = 0, None
-            self._held.clear()
-            self._client.answer(LeaveTracker(session=session))
 
     # ------------------------------------------------------------------ internal
 
@@ -512,7 +478,7 @@ class TrackerPlan:
         former = dict(self._held)
         holds = tuple(HeldSlice(*place, held.begun) for place, held in former.items())
         joined = self._call(msgspec.structs.replace(self._joins, holds=holds), Joined)
-        self._session, self._lease, self._reason, self._ask_at = joined.session, joined.lease, None, 0.0
+        self._session, self._reason, self._ask_at = joined.session, None, 0.0
         if self._lags is not None and joined.run != self._run:
             first = max(joined.epoch - self._lags, 0)
             self._last_epoch = first - (self._waits and self._pass.has_ended)  # one less where no pass has begun
@@ -526,13 +492,12 @@ class TrackerPlan:
     def _hold(self, answer: Assignment, held: _Held | None = None) -> None:
         """Hold a slice; ``held`` is the same, if it was held before."""
         index = answer.slice_index
-        here = self._slices[index].key if index < len(self._slices) else None
-        if here != answer.slice.key:
-            raise OptionError(
-                "slices", here, f"the tracker's at every worker, where slice {index} is {answer.slice.key!r}"
-            )
+        here = self._slices[index] if index < len(self._slices) else None
+        if here is None or (here.key, here.samples) != (answer.key, answer.samples):
+            there = f"{answer.key!r}, of {answer.samples} samples"
+            raise OptionError("slices", here, f"the tracker's at every worker, where slice {index} is {there}")
         if held is None:
-            held = _Held(grant=answer.grant, slice=answer.slice, todo=[])
+            held = _Held(grant=answer.grant, slice=here, todo=[])
         held.grant, held.told = answer.grant, None
         held.todo = without(answer.todo, [*held.out, *held.unmerged])
         self._held[answer.epoch, index] = held
@@ -549,7 +514,6 @@ class TrackerPlan:
         reply = self._client.answer(message)
         if not isinstance(reply, kinds):
             raise CoordinatorError(f"The tracker answers {type(reply).__name__} to {type(message).__name__}.")
-        self._heard = self._clock()
         return reply
 
     def _drop(self, grants: Iterable[int]) -> None:
@@ -602,16 +566,16 @@ class _PlanThread:
                 self._thread.start()
             self._changed.notify_all()
 
-    def ask(self, question: Callable[[TrackerPlan], _T], *, timeout: float = _ANSWER_S) -> _T:
+    def ask(self, question: Callable[[TrackerPlan], _T]) -> _T:
         """Have something done, and wait for its result.
 
         Raises:
-            SchedulerTimeoutError: If that takes longer than ``timeout`` seconds, or the thread has ended.
+            SchedulerTimeoutError: If that takes too long, or the thread has ended.
         """
         answers: list[_T] = []
         self.note(lambda plan: answers.append(question(plan)))
         with self._changed:
-            self._changed.wait_for(lambda: answers or self._error or self._stopping, timeout)
+            self._changed.wait_for(lambda: answers or self._error or self._stopping, _ANSWER_S)
             self._check()
             if not answers:
                 raise SchedulerTimeoutError("The tracker of slices has not answered in time.")
@@ -651,15 +615,6 @@ class _PlanThread:
                 return None
             self._changed.notify_all()
             return own.ready.popleft()
-
-    def leave(self) -> None:
-        """Give back the worker's slices, while the tracker can be reached."""
-        with self._changed:
-            self._pass = _Ahead(is_over=True)
-            if self._thread is None or self._error is not None:
-                return
-        with suppress(SchedulerTimeoutError):  # otherwise the lease runs out
-            self.ask(TrackerPlan.leave, timeout=_LEAVE_S)
 
     def halt(self, timeout: float) -> bool:
         """End the thread after its notes; idempotent. Returns whether it ended in time."""
@@ -726,13 +681,14 @@ class TrackedTraining:
         host: TrackerHost,
         store: SliceStore,
         *,
-        options: TrackerOptions,
         batch_sizes: Sequence[int],
+        seed: int = 0,
+        shuffle: bool = True,
         rank: int = 0,
     ) -> None:
         self._host = host
         self._store = store
-        self._options = options
+        self._seed, self._shuffle = seed, shuffle
         self._idle: Idle | None = getattr(host, "idle", None)
         self._ranks: WorkerRanks | None = getattr(host, "ranks", None)
         self._counts_merged: bool = getattr(host, "counts_merged", False)
@@ -767,7 +723,6 @@ class TrackedTraining:
                 batch_size=sum(self._batch_sizes),
                 ahead=min(self._store.depth, _AHEAD),
                 slices=self._store.source.slices,
-                keeps=self._store.keeps,
                 waits=self._host.waits,
                 resumes=trainer is not None and trainer.global_step > 0,
                 begins=begins,
@@ -853,10 +808,6 @@ class TrackedTraining:
         kept = [*unmerged, *(TrainedRun(batch.epoch, *run) for batch in self._unsent for run in batch.runs)]
         self._note(lambda plan: plan.reset(kept))
 
-    def keep_alive(self) -> None:
-        """Renew the lease in time."""
-        self._note(TrackerPlan.keep_alive)
-
     def finish_epoch(self, trainer: pl.Trainer) -> None:
         """Do nothing: the tracker decides when an epoch of the data is over."""
 
@@ -889,7 +840,7 @@ class TrackedTraining:
         if self._thread is not None:
             self._thread.ask(TrackerPlan.report)
 
-    def halt(self, timeout: float = _LEAVE_S) -> bool:
+    def halt(self, timeout: float = _STOP_S) -> bool:
         """End the plan's thread after its notes; idempotent. Returns whether it ended in time.
 
         Args:
@@ -898,13 +849,10 @@ class TrackedTraining:
         return self._thread is None or self._thread.halt(timeout)
 
     def close(self) -> None:
-        """Give back this worker's slices at the end of the training, while the tracker can be reached."""
+        """Report what was trained on, at the end of the training, while the tracker can be reached."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            try:
-                thread.leave()
-            finally:
-                thread.halt(_LEAVE_S)
+            thread.halt(_STOP_S)
 
     # ------------------------------------------------------------------ the position
 
@@ -938,7 +886,8 @@ class TrackedTraining:
 
     def _make_tracker(self) -> SliceTracker:
         if self._tracker is None:
-            tracker = SliceTracker(self._store.source.catalogue, self._options, clock=time.monotonic)
+            catalogue = self._store.source.catalogue
+            tracker = SliceTracker(catalogue, seed=self._seed, shuffle=self._shuffle, clock=time.monotonic)
             self._load(tracker)
             self._tracker = tracker
         return self._tracker

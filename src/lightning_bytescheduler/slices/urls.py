@@ -87,7 +87,7 @@ def file_system(url: str, options: Options) -> tuple[Any, str]:
     return filesystem, path
 
 
-def expand(url: str, options: Options, option: str = "url") -> list[str]:
+def expand(url: str, option: str, options: Options) -> list[str]:
     """Return the sorted URLs of the files that a URL, a glob or a folder stands for.
 
     Raises:
@@ -136,19 +136,16 @@ def join(folder: str, name: str) -> str:
     return f"{first.rstrip('/') + '/' if not first.endswith('://') else first}{name}{chain}{rest}"
 
 
-def size_of(url: str, options: Options) -> tuple[int, str]:
-    """Return the bytes of a file and a version, which changes with its contents as far as the source says.
+def size_of(url: str, options: Options) -> int:
+    """Return the bytes of a file.
 
     Raises:
         OSError: If it does not exist, or its size is not known.
     """
-    filesystem, path = file_system(url, options)
-    about = _about(filesystem, path)
-    size = about.get("size")
+    size = _about(*file_system(url, options)).get("size")
     if size is None:
         raise OSError(f"{url} does not say how large it is.")
-    known = [about.get(name) for name in ("ETag", "etag", "LastModified", "last_modified", "mtime", "created")]
-    return int(size), f"{next((value for value in known if value), '')}/{size}"
+    return int(size)
 
 
 _REQUEST_SECONDS = 300.0
