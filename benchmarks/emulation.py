@@ -1,14 +1,14 @@
 """An emulated accelerator: layers that take a measured time and leave the processor free, as a GPU would.
 
 Gradients are real and travel over the real network. A layer reads its weights before it computes, so that the gates of
-a strategy are real too; what sleeps is only the arithmetic.
+a strategy are real too; only the arithmetic is replaced by a sleep.
 
 As on a GPU, work is queued ahead: while a layer computes in the forward pass, this process prepares the next one (waits
 for its weights, steps them), which begins when both are done. In the backward pass, where a gradient has to be there
-before it is sent, this process waits for the end of each layer; that it wakes up a little late makes no layer late.
+before it is sent, this process waits for the end of each layer. If it wakes up a little late, no layer becomes late.
 
 An accelerator that does *not* run ahead is a plain sleep in each layer on the training thread, as where the processor
-itself computes: what that thread does besides, and how late it wakes, adds up.
+itself computes: that thread's other work, and its late waking, add to the time.
 
 *Raw kernels* are layers whose weights only a custom ``torch.autograd.Function`` gets, which takes their memory as
 extensions do: no PyTorch function touches them.
@@ -32,7 +32,7 @@ __all__ = ["Accelerator", "EmulatedModel", "scaled"]
 
 _BYTES = 4
 _CHANNELS = 512  # of a batch normalization
-_MATRIX = 4096  # numbers of a layer whose weights are a matrix, as near to a square as can be
+_MATRIX = 4096  # layers with at least so many numbers have a matrix, as near to a square as can be
 
 
 def scaled(profile: ModelProfile, *, parameter_bytes: int, compute_seconds: float) -> ModelProfile:
@@ -58,13 +58,13 @@ class Accelerator:
         self._free_at = 0.0
 
     def begin(self, seconds: float) -> None:
-        """Return when ``seconds`` of work have begun, which was asked for now; without running ahead, have ended."""
+        """Ask for ``seconds`` of work. Return when it has begun or, without running ahead, when it has ended."""
         begins = max(self._free_at, time.perf_counter()) if self.runs_ahead else time.perf_counter()
         self._free_at = begins + seconds
         self._sleep_until(begins if self.runs_ahead else self._free_at)
 
     def finish(self, seconds: float, *, asked_before: bool) -> None:
-        """Return when ``seconds`` of work have ended, which was asked for now, or before what is under way began."""
+        """Return when ``seconds`` of work have ended, asked for now or, if ``asked_before``, queued earlier."""
         asked_before = asked_before and self.runs_ahead
         begins = self._free_at if asked_before else max(self._free_at, time.perf_counter())
         self._free_at = begins + seconds

@@ -1,8 +1,8 @@
 """Does compression cost loss? A GPT on real text, exact and compressed, at equal steps and from equal seeds.
 
-Two ranks train over loopback: what is asked is not how long steps take (``python -m benchmarks networks --contenders
-"bytescheduler, int8" ...`` measures that), but what the validation loss is at the end, and how many bytes were sent.
-Losses are beside that of the exact training of the same seed.
+Two ranks train over loopback. This measures the validation loss at the end and the bytes sent, not the time of steps
+(``python -m benchmarks networks --contenders "bytescheduler, int8" ...`` measures that). Each loss is compared with
+that of the exact training of the same seed.
 """
 
 from __future__ import annotations

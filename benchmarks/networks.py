@@ -51,7 +51,7 @@ class _Steps(Moments):
             self.accounts.append(_account(trainer))
 
     def answer(self) -> Job:
-        """Seconds of each step, and what a step came to on average."""
+        """Seconds of each step, and the figures of an average step."""
         first, last = self.accounts[0], self.accounts[-1]
         steps = max(len(self.accounts) - 1, 1)
         account = {name: (last[name] - first[name]) / steps for name in first}
@@ -109,7 +109,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--statistics", action="store_true", help="layers have buffers, as of a batch normalization")
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help="of emulated networks, beside 'alone'")
     parser.add_argument("--mbit", type=float, default=500.0, help="rate of each worker's link (default: %(default)g)")
-    far = "round trip of one more: the first network at ratio 1, most workers; 0: none (default: %(default)g)"
+    far = "round trip of one more link, for the first network, ratio 1, most workers; 0: none (default: %(default)g)"
     parser.add_argument("--round-trip-ms", type=float, default=20.0, metavar="MS", help=far)
     parser.add_argument("--real", nargs="*", choices=REAL_MODELS, default=list(REAL_MODELS), help="real models")
     parser.add_argument("--real-mbit", type=float, default=700.0, help="link of the real models (default: %(default)g)")
@@ -149,7 +149,7 @@ def _configurations(options: argparse.Namespace) -> Iterator[Configuration]:
 
 
 def _contenders(asked: Configuration, options: argparse.Namespace) -> list[str]:
-    """What is measured: also the scheduling policies where their order has most to decide, with the most workers."""
+    """What to measure; with the most workers, and the ratio nearest to 1, also the scheduling policies."""
     if options.contenders:
         return [ALONE, *options.contenders]
     nearest = min(options.ratios, key=lambda ratio: abs(ratio - 1.0))

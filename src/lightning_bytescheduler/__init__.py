@@ -1,7 +1,7 @@
 """ByteScheduler and DiLoCo for PyTorch Lightning. Importing this package registers its strategies by name.
 
-What derives from Lightning's classes is imported at its first use, and with it torch and Lightning: the command line
-starts without them, and by then it is known which Lightning a project uses (see
+Strategies and most other names are imported at their first use, and torch and Lightning with them. So the command line
+starts without these, and at the first use it is known which Lightning a project uses (see
 :mod:`~lightning_bytescheduler.registration`).
 """
 
@@ -44,7 +44,7 @@ _IMPORTED_AT_FIRST_USE = {
 }
 
 
-if not TYPE_CHECKING:  # by then, names are those that are imported as themselves
+if not TYPE_CHECKING:  # a type checker takes the names that are imported as themselves
     __all__ = ["__version__", *_exceptions, *_IMPORTED_AT_FIRST_USE]
 
 

@@ -1,7 +1,7 @@
 """Checks of options: each says what is wrong, with the option's name, and what is allowed.
 
 Every ``require_*`` returns the value it was given, and raises :class:`OptionError` if that is not allowed.
-``importing`` is the same for packages that are not installed.
+``importing`` names a package that is not installed, and says what to install.
 """
 
 from __future__ import annotations
@@ -118,16 +118,16 @@ def parse_size(option: str, value: object) -> int:
 
     Args:
         option: Its name.
-        value: A positive whole number, also as a text or as a float, such as ``16e6``: the published variables were
-            read by ``int()`` and ``float()``.
+        value: A positive whole number, also as a text or as a float, such as ``16e6``: ByteScheduler's published code
+            reads its variables by ``int()`` and ``float()``.
 
     Raises:
-        OptionError: If it is none; names ``option``, and converts bytes.
+        OptionError: If it is none; names ``option``, and converts a size in bytes.
     """
     # A text that is no number stays as it is, and is refused; int() of infinity or NaN raises.
     with contextlib.suppress(ArithmeticError, ValueError):
         number = Decimal(value) if isinstance(value, (str, float)) else Decimal()  # exact, also above 2**53
-        if 0 < number < 10**31 and number == int(number):  # of 1e999999, int() takes long
+        if 0 < number < 10**31 and number == int(number):  # int() of 1e999999 takes long
             return int(number)
     return require_size(option, value)
 
@@ -201,7 +201,7 @@ def require_text(option: str, value: object) -> str:
 def require_new_file(option: str, value: object) -> str:
     """Return ``value`` as text if it is the path of a file that can probably be written.
 
-    Folders that are missing may be made later; nothing is made here. ``~`` is the user's home.
+    Missing folders are allowed, and are not made here. ``~`` is the user's home.
 
     Raises:
         OptionError: If it is not: no path, a folder, or below a file or a folder that may not be written to.
@@ -227,11 +227,11 @@ def require_new_file(option: str, value: object) -> str:
 
 
 def records_in(run: str | os.PathLike[str], name: str) -> list[Path]:
-    """Find what a run has recorded, the newest first: in a folder, or below it as loggers number their versions.
+    """Find a run's records, the newest first: in a folder, or up to three levels below it, where loggers put versions.
 
     Args:
-        run: The record itself; the folder that it is in; or one above, such as ``lightning_logs``.
-        name: Of the record.
+        run: The record itself; the folder that it is in; or a folder above, such as ``lightning_logs``.
+        name: File name of the record.
 
     Raises:
         OptionError: If there is no such record; says where it was looked for.
@@ -254,13 +254,13 @@ def read_lines(file: str | os.PathLike[str], read: Callable[[bytes], _T], what: 
     Args:
         file: The record.
         read: Reads a line.
-        what: What it should be, in words.
+        what: What the file should hold, in words.
 
     Raises:
         OptionError: If the file is something else; names the line, and what is wrong with it.
         OSError: If the file cannot be read.
     """
-    import msgspec  # the other checks do without
+    import msgspec  # here, as the other checks do not need it
 
     lines = Path(file).read_bytes().split(b"\n")
     found: list[_T] = []
@@ -270,13 +270,13 @@ def read_lines(file: str | os.PathLike[str], read: Callable[[bytes], _T], what: 
                 found.append(read(line))
         except (ValueError, msgspec.DecodeError) as error:
             if number == len(lines) and found:
-                break  # no newline after it: it was cut off
+                break  # the last line, without a newline, was cut off
             raise OptionError("record", f"{os.fspath(file)}:{number}", f"{what}, one to a line ({error})") from error
     return found
 
 
 def did_you_mean(value: object, known: Collection[str]) -> str:
-    """The question that a misspelt name calls for, such as ``Did you mean 'credit'?``; empty if none is close."""
+    """Return a hint for a misspelt name, such as ``Did you mean 'credit'?``; empty if no known name is close."""
     if not isinstance(value, str):
         return ""
     by_lower = {_plain(name): name for name in known if name not in ("-h", "--help")}
@@ -289,7 +289,7 @@ def did_you_mean(value: object, known: Collection[str]) -> str:
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:
-    """The first of ``names``, and how many more there are, in words."""
+    """Return the first of ``names``, and the number of the others, in words."""
     shown = ", ".join(map(repr, names[:most]))
     more = len(names) - most
     return f"{shown} and {more} more" if more > 0 else shown
@@ -312,7 +312,7 @@ def require_known(
         given: The given options by name, with values if they are known.
         known: Names of existing options.
         of: What they belong to, such as the name of a class.
-        elsewhere: What to say of options that belong elsewhere, by name: whole sentences.
+        elsewhere: Hints for options that belong elsewhere, by name: whole sentences.
 
     Raises:
         OptionError: Names the option, the one that was probably meant, and the existing ones.
@@ -379,7 +379,7 @@ _LOOKS_LIKE_OURS = ("BYTESCHED", "BYTESHED")  # without underscores
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each environment variable that looks like this package's but is none.
+    """Return a sentence for each environment variable that looks like this package's but is unknown.
 
     Args:
         environ: Where to look.
@@ -395,11 +395,11 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def parameters_in(text: str, *, billions: bool = True) -> int | None:
-    """How many parameters ``350M``, ``7B`` or ``100MB`` (of fp32 gradients) are; ``None`` if it is no size at all.
+    """Return the parameters in ``350M``, ``7B`` or ``100MB`` (of fp32 gradients); ``None`` if the text is no size.
 
     Args:
         text: A number and its unit.
-        billions: Whether a lone ``B`` is billions, as of a model; else it is bytes.
+        billions: Whether a lone ``B`` means billions, as in a model's size; else it means bytes.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None or not (found[2] or found[3]):

@@ -1,8 +1,8 @@
 """The console command ``lightning-bytescheduler``.
 
-Each sub-command is an entry of ``_COMMANDS``: its texts, a function that adds its arguments, and one that does the work
-and returns the exit code. The module that computes a command's result is imported when the command is chosen; this
-module prints the result. Errors that a user can cause are one line on stderr and exit code 2.
+Each sub-command is an entry of ``_COMMANDS``: its texts, and the module that adds its arguments and does the work. That
+module is imported when the command is chosen. It returns tables, which are printed here, or prints by itself (``run``).
+Errors that a user can cause are one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _words_of(error: Exception) -> str:
 
 
 def _flush() -> None:
-    """Write what was printed here, so that a full disk or a closed pipe is no error at the exit of Python."""
+    """Flush stdout now, so that a full disk or a closed pipe does not raise while Python exits."""
     if sys.stdout is None:
         return
     try:
@@ -100,7 +100,7 @@ def _flush() -> None:
 
 
 class _UsageError(Exception):
-    """The arguments make no sense; the message names the one that does not."""
+    """The arguments cannot be used; the message names the one that is wrong."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -125,7 +125,7 @@ class _Parser(argparse.ArgumentParser):
         self._example = example
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does. Refuse unknown arguments here, where it is best known what was meant."""
+        """Parse as argparse does. Refuse unknown arguments here, as this parser knows the similar options."""
         self._given = list(args or ())
         found, rest = super().parse_known_args(args, namespace)
         if rest:
@@ -163,7 +163,7 @@ class _Parser(argparse.ArgumentParser):
                 for option, action in known.items():
                     values = str(action.metavar)
                     if f":{name.strip('-').upper()}:" in f":{values}:" and ":" in values:
-                        meant = f"Did you mean '{option} {values}'?"  # it takes several things at once
+                        meant = f"Did you mean '{option} {values}'?"  # one option takes several values
                 return f"there is no option {name}. {meant}".rstrip(" .")
         return ""
 
@@ -242,15 +242,15 @@ _COMMANDS = {
     ),
     "check": _Command(
         "train your script with ddp and with bytescheduler, and compare",
-        "Run a training script for some steps with ddp and with bytescheduler, from the same seeds and whatever its "
-        "strategy is, and say whether weights, optimizer state and metrics are the same, and which is faster; or where "
-        "they part. Exit codes: 0 the same, 1 different, 2 could not be checked.",
+        "Run a training script for some steps with ddp and with bytescheduler in place of its own strategy, from the "
+        "same seeds. Say whether weights, optimizer state and metrics are the same, and which is faster; or where they "
+        "differ. Exit codes: 0 the same, 1 different, 2 could not be checked.",
         "--steps 50 --devices 2 -- python train.py --lr 1e-3",
         "checking.check",
     ),
     "tuning": _Command(
         "show how credit and partition size were tuned, and draw it",
-        "Say what was tried while a run was tuned and what was chosen, also as options to keep it.",
+        "Say which sizes were tried while a run was tuned, which were chosen, and which options fix them.",
         "lightning_logs/version_0 --png search.png",
         "tuning.record",
     ),
@@ -275,7 +275,7 @@ _COMMANDS = {
     ),
     "server": _Command(
         "add up gradients for a training with parameter servers",
-        "Run a parameter server for a training with ByteSchedulerStrategy(servers=...), until that "
+        "Run a parameter server for a training with ByteSchedulerStrategy(servers=...), until the training "
         "is over. It finds the training by its MASTER_ADDR and MASTER_PORT.",
         "--master-addr node0 --master-port 29500",
         "collectives.server_meeting",

@@ -31,7 +31,7 @@ class ByteSchedulerError(Exception):
     """Base of all exceptions raised by this package."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The attributes hold what it was made from, and the arguments its text.
+        # The attributes hold the constructor's arguments, and ``args`` holds the text.
         return _blank, (type(self),), {**self.__dict__, "args": self.args}
 
 
@@ -41,9 +41,9 @@ class OptionError(ByteSchedulerError, ValueError):
     Args:
         option: Name of the option or environment variable.
         value: The value that was given.
-        allowed: What would have been allowed, in words.
-        hint: The way out in whole sentences, if ``allowed`` does not make it plain.
-        says: The text to use instead of all that, if there is no such option.
+        allowed: The allowed values, in words.
+        hint: The way out in whole sentences, if ``allowed`` is not enough.
+        says: The whole text instead, if there is no such option.
     """
 
     def __init__(self, option: str, value: object, allowed: str, hint: str = "", says: str = "") -> None:
@@ -98,7 +98,7 @@ class RanksDivergedError(RankFailedError):
     """The ranks wait for each other in different places, as with uneven data: no step will ever end.
 
     Args:
-        cause: Where each rank stands, what led to it, and the ways out. Raised alike on every rank.
+        cause: Where each rank stands, why, and the ways out. The same on every rank.
     """
 
     def __init__(self, cause: str) -> None:
@@ -130,7 +130,7 @@ class RanksDifferError(ByteSchedulerError):
 
 
 class CoordinatorError(ByteSchedulerError, RuntimeError):
-    """The coordinator refuses this worker, or what it says; trying again would not help."""
+    """The coordinator refuses this worker or its message; trying again would not help."""
 
 
 class SliceIndexError(ByteSchedulerError, ValueError):
@@ -154,7 +154,7 @@ class SliceCorruptError(ByteSchedulerError, RuntimeError):
 
 
 class BadSampleError(ByteSchedulerError, ValueError):
-    """A sample of a slice cannot be decoded, its transform raises, or more than a few are left out for that reason."""
+    """A sample of a slice cannot be decoded, its transform raises, or too many samples were skipped for that."""
 
 
 class SourceUnavailableError(ByteSchedulerError, OSError):
@@ -162,9 +162,9 @@ class SourceUnavailableError(ByteSchedulerError, OSError):
 
     Args:
         url: The requested address.
-        seconds: How long it was tried.
+        seconds: For how long reading was tried.
         cause: The error of the last attempt.
-        way_out: What to do if it refuses, so that it was not tried again; ``None`` if it did not answer.
+        way_out: What to do if the source refuses, which is not retried; ``None`` if it did not answer.
     """
 
     def __init__(self, url: str, seconds: float, cause: str, way_out: str | None = None) -> None:
@@ -187,7 +187,7 @@ def _blank(kind: type[ByteSchedulerError]) -> ByteSchedulerError:
 def _shown(value: object) -> str:
     text = repr(value)
     if not isinstance(value, str):
-        text = " ".join(text.split())  # an optimizer has lines
+        text = " ".join(text.split())  # an optimizer's repr has several lines
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 

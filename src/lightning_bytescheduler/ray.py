@@ -1,9 +1,9 @@
 """Both strategies on the workers of Ray Train; needs the extra ``ray``.
 
 Ray starts the workers, makes a default process group of all of them, and ends both. Its ``prepare_trainer`` accepts
-only strategies of its own, which start nothing. So these derive from ours and from Ray's. They replace
-``RayDDPStrategy`` in an otherwise unchanged Ray script: make one in the function that Ray runs on each worker, with
-``RayLightningEnvironment`` among the Trainer's plugins.
+only Ray's strategies, which start no processes. So these derive from our strategies and from Ray's. They replace
+``RayDDPStrategy`` in an otherwise unchanged Ray script: make the strategy in the function that Ray runs on each worker,
+with ``RayLightningEnvironment`` among the Trainer's plugins.
 
 All waits end with ``TorchConfig(timeout_s=...)``, which is the group's timeout.
 
@@ -35,16 +35,16 @@ if not issubclass(RayDDPStrategy, DDPStrategy):
         "lightning.pytorch throughout, or uninstall lightning: Ray takes pytorch_lightning where that is alone."
     )
 
-_RAYS = ("process_group_backend", "timeout", "start_method")  # decided when the group was made
-_given_back = itertools.count()  # groups, in this process; the same on all workers
+_RAYS = ("process_group_backend", "timeout", "start_method")  # Ray decides these when it makes the group
+_given_back = itertools.count()  # numbers the groups given back to Ray; the same on all workers
 
 
 def _group_timeout(strategy: str, options: dict[str, Any]) -> timedelta:
-    """Timeout of collectives in the group that Ray has made.
+    """Return the timeout of collectives in Ray's process group.
 
     Args:
         strategy: Name of the strategy's class, for errors.
-        options: The options that it was given.
+        options: The strategy's options.
 
     Raises:
         OptionError: If an option is Ray's to decide.
@@ -84,7 +84,7 @@ class RayDiLoCoStrategy(DiLoCoStrategy, RayDDPStrategy):  # type: ignore[misc]  
     """:class:`~lightning_bytescheduler.DiLoCoStrategy` on the workers of Ray Train.
 
     Each worker of DiLoCo has a default process group of its own. So Ray's group is ended while the strategy is in use;
-    the workers meet at its store. A group like it is made again when they have ended.
+    the workers meet at its store. Afterwards a group like it is made again.
 
     Args:
         **options: See DiLoCoStrategy; ``process_group_backend`` and ``timeout`` are Ray's (``TorchConfig``).
@@ -97,7 +97,7 @@ class RayDiLoCoStrategy(DiLoCoStrategy, RayDDPStrategy):  # type: ignore[misc]  
     def __init__(self, **options: Any) -> None:
         super().__init__(timeout=_group_timeout(type(self).__name__, options), **options)
         self._backend = dist.get_backend()
-        self._rays_store: dist.Store | None = None  # while its group is ended
+        self._rays_store: dist.Store | None = None  # kept while Ray's group is ended
 
     @property
     def ranks(self) -> int:
@@ -106,7 +106,7 @@ class RayDiLoCoStrategy(DiLoCoStrategy, RayDDPStrategy):  # type: ignore[misc]  
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Each rank has its share of the data, of whatever worker it is."""
+        """Each rank has its own share of the data, whatever worker it belongs to."""
         return {"num_replicas": self.ranks, "rank": self.global_rank}
 
     def setup_distributed(self) -> None:
@@ -120,7 +120,7 @@ class RayDiLoCoStrategy(DiLoCoStrategy, RayDDPStrategy):  # type: ignore[misc]  
         return dist.PrefixStore("lightning_bytescheduler", cast(dist.Store, self._rays_store))  # Ray's ranks have met
 
     def teardown(self) -> None:
-        """Leave all groups, and give Ray one like its own back; see DiLoCoStrategy."""
+        """Leave all groups, and make a group for Ray like the one before; see DiLoCoStrategy."""
         failed = self._failed
         super().teardown()
         store, self._rays_store = self._rays_store, None

@@ -10,8 +10,8 @@ it is known which package the project uses:
   package that the importing file imports too, whichever line comes first; else the one that has been imported; else
   ``lightning``.
 
-That settles it for the process. The Trainer of the other package then gets an error that says why. Processes that this
-one starts find the answer in the environment variable.
+That settles it for the process. The Trainer of the other package then gets an error that says why. If a Trainer or
+Fabric has decided, processes that this one starts find the answer in the environment variable.
 
 This module imports neither Lightning nor torch. It registers the names in each of the two packages once that is
 imported.
@@ -39,11 +39,11 @@ CHECK_VARIABLE = "LIGHTNING_BYTESCHEDULER_CHECK"
 """Environment variable with the path of a run of ``check``, which replaces the Trainer's strategy."""
 
 _TRAINERS: dict[str, LightningPackage] = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}
-"""The modules whose Trainers there are, and the package of each."""
+"""Modules that have a Trainer, and the package of each."""
 
 
 _FABRICS: dict[str, LightningPackage] = {"lightning_fabric": "pytorch_lightning", "lightning.fabric": "lightning"}
-"""The modules whose Fabrics there are, and the package of each."""
+"""Modules that have a Fabric, and the package of each."""
 
 _BY_NAME = {module.partition(".")[0]: package for module, package in (_TRAINERS | _FABRICS).items()}
 """Modules that a file may import, and the package of each."""
@@ -114,7 +114,7 @@ def _from_environment() -> _Choice | None:
 
 
 def _from_importing_file() -> _Choice | None:
-    """What the file imports that imports from here, or failing that, the file that imports that one."""
+    """The package that the file importing from here imports, too; else that of the file that imports it, and so on."""
     for frame in _frames():
         # The names of a file's own code include its variables and the modules that it imports.
         named = {name.partition(".")[0] for name in frame.f_code.co_names}
@@ -149,7 +149,7 @@ _CLASSES = {
     ("Fabric", "bytescheduler"): ("ddp.fabric_strategy", "ByteSchedulerFabricStrategy", _DDP),
     ("Trainer", "diloco"): ("diloco.strategy", "DiLoCoStrategy", "Low-communication training of uneven workers"),
 }
-"""Module, name and description of each strategy's class, by who asks and the name that is asked for.
+"""Module, name and description of each strategy's class, by the class that asks and the name that it asks for.
 
 Fabric has no DiLoCo: its rounds end between the Trainer's steps.
 """
@@ -173,7 +173,7 @@ class _Registered:
         name: The name in the registry.
         module: The module of the class.
         of: The name of the class.
-        user: Who asks: ``"Trainer"`` or ``"Fabric"``.
+        user: The class that asks: ``"Trainer"`` or ``"Fabric"``.
     """
 
     def __init__(self, package: LightningPackage, name: str, module: str, of: str, user: str) -> None:

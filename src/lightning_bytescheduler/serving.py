@@ -171,7 +171,7 @@ def client_tls(
     if certificate is not None:
         _load_chain(context, certificate, key or certificate)
     elif key is not None:
-        raise OptionError("certificate", None, "given where key is: a key alone says nothing")
+        raise OptionError("certificate", None, "given together with key: a key alone identifies no client")
     return context
 
 
@@ -216,7 +216,7 @@ def parse_bind(option: str, text: str) -> tuple[str, int]:
     """Host and port of a text such as ``127.0.0.1:8000`` or ``[::1]:8000``; port 0 is any free one.
 
     Raises:
-        OptionError: If it is none; names ``option``.
+        OptionError: If the text has no host or no valid port; names ``option``.
     """
     host, _, port = text.rpartition(":")
     is_port = port.isascii() and port.isdecimal() and len(port) < 6 and int(port) < 65536
@@ -358,7 +358,7 @@ class BackgroundServer:
         self._thread.start()
         if not self._started.wait(_START_SECONDS):
             self.error = SchedulerTimeoutError(f"{self.url} was not served within {_START_SECONDS:.0f} s.")
-        if (error := self.error) is not None:  # closing makes an error of its own
+        if (error := self.error) is not None:  # kept, as close() may make another one
             self.close()
             raise error
 
@@ -449,7 +449,7 @@ def _http_log() -> logging.Logger:
 
 async def end_tasks(tasks: Collection[asyncio.Future[Any]]) -> None:
     """Cancel tasks until all have ended. Their errors are dropped."""
-    await asyncio.sleep(0)  # a task that is cancelled before it has begun closes nothing of what it was made for
+    await asyncio.sleep(0)  # lets tasks begin: one that is cancelled before that does not close what it holds
     while left := [task for task in tasks if not task.done()]:
         for task in left:
             task.cancel()

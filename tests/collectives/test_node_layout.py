@@ -1,4 +1,4 @@
-"""Which ranks are on which node, as they say themselves; what does not fit is refused on all of them alike."""
+"""Which ranks are on which node, by what each rank says; what does not fit together is refused on all ranks."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def hold(folder, ready, go_on) -> None:
 
 def test_a_second_coordinator_is_refused_while_the_first_lives(tmp_path):
     first = StateStore(str(tmp_path))
-    with pytest.raises(OptionError, match="one that lives has this"):
+    with pytest.raises(OptionError, match="a running one uses this"):
         StateStore(str(tmp_path))
     first.close()
     StateStore(str(tmp_path)).close()
@@ -232,7 +232,7 @@ def test_one_that_is_killed_does_not_keep_the_state_from_the_next(tmp_path):
     process = context.Process(target=hold, args=(str(tmp_path), ready, go_on), daemon=True)
     process.start()
     assert ready.wait(60)
-    with pytest.raises(OptionError, match="one that lives has this"):
+    with pytest.raises(OptionError, match="a running one uses this"):
         StateStore(str(tmp_path))
     process.kill()
     process.join()

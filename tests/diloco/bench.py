@@ -17,7 +17,7 @@ from lightning_bytescheduler.diloco.round_end import RoundOptions, SampleTarget
 from lightning_bytescheduler.diloco.round_record import RoundRecord
 
 MERGED = ""
-"""In place of a worker's name: rounds that have ended, and whose pseudo-gradients are merged."""
+"""Stands for a worker's name: its entries are ended rounds, with the workers that were merged."""
 
 
 class Bench:
@@ -36,11 +36,11 @@ class Bench:
 
     @property
     def samples(self) -> int:
-        """That have become part of the weights."""
+        """Samples that have become part of the weights."""
         return sum(record.samples for record in self.records)
 
     def say(self, message) -> dict[str, list[Any]]:
-        """Returns what is said, by whom it is for."""
+        """Returns the scheduler's messages, by the worker that they are for."""
         self._told = {}
         self.scheduler.handle(message, now=self.now)
         return self._told
@@ -58,7 +58,7 @@ class Bench:
         self._told.setdefault(MERGED, []).append((record.round, record.merged))
 
     def pass_time(self) -> None:
-        """Until something changes by itself."""
+        """Move the clock to when something changes by itself."""
         assert self.scheduler.next_tick is not None
         self.now = self.scheduler.next_tick
 
@@ -69,7 +69,7 @@ class Bench:
             self.say(RoundStarted(worker=name, round=self.scheduler.round))
 
     def steps(self, steps: int, *names: str, first: int = 1, batch_size: int = 1) -> dict[str, list[Any]]:
-        """So many steps of each, from the first on. Returns what the last report brought about."""
+        """Report ``steps`` steps of each worker, from number ``first`` on. Returns the answer to the last report."""
         answer: dict[str, list[Any]] = {}
         for step in range(first, first + steps):
             self.now += 1.0

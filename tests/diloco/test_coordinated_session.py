@@ -342,7 +342,7 @@ def test_a_coordinator_that_is_away_is_said_once_and_that_it_is_back(
     worker.checked()
     away, back = [record.getMessage() for record in caplog.records if record.name == coordinator_client.__name__]
     assert f"The coordinator at {link.url} has been away" in away
-    assert "Training goes on. What is trained is sent when it is back." in away
+    assert "Training goes on. Updates are sent when it is back." in away
     assert back == f"The coordinator at {link.url} is there: worker is connected."
 
 

@@ -28,7 +28,7 @@ def test_a_checkpoint_of_the_fit_before_is_not_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(RankStrategy, "setup_environment", lambda self: None)
     strategy._last_whole = "before.ckpt"
     strategy.setup_environment()
-    with pytest.warns(UserWarning, match=r"of no one moment\.$"):
+    with pytest.warns(UserWarning, match=r"of different moments\.$"):
         strategy._say_not_written()
     strategy._last_whole = "last.ckpt"
     with pytest.warns(UserWarning, match=r"The last whole one is last\.ckpt\.$"):

@@ -211,7 +211,7 @@ def test_a_rank_without_a_sign_of_life_is_named_to_all(board: MakeBoard) -> None
     found = first.diagnose(BROKEN, timeout=PATIENCE_S)
     assert isinstance(found, RankFailedError)
     assert found.rank == 2
-    assert str(found) == ("Rank 2 failed: it shows no sign of life; here that broke: Connection closed by peer [::1]:1")
+    assert str(found) == ("Rank 2 failed: it shows no sign of life; this broke here: Connection closed by peer [::1]:1")
     assert found.__cause__ is BROKEN
     assert scheduler.told.wait(PATIENCE_S)
     assert str(second.diagnose(BROKEN)) == str(found)
@@ -263,7 +263,7 @@ def test_a_timeout_names_a_rank_that_has_vanished(
     monkeypatch.setattr(board_module, "NATIVE_S", 1.0)
     store.set("signs/1", standstill.Sign(beat=3).encode())
     found = board(0).explain(LATE)
-    assert str(found).startswith("Rank 1 failed: it shows no sign of life; here that broke: ")
+    assert str(found).startswith("Rank 1 failed: it shows no sign of life; this broke here: ")
     assert found.__cause__ is LATE
 
 

@@ -70,12 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "command",
         nargs=argparse.REMAINDER,
         metavar="-- COMMAND",
-        help="what trains, such as: -- python train.py --lr 1",
+        help="the command that trains, such as: -- python train.py --lr 1",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what the command was asked to do, and print the result. The runs end with it, also after a SIGTERM.
+    """Run the check and print its result. A SIGTERM ends the run in progress, too.
 
     Args:
         options: The parsed arguments.
@@ -178,7 +178,7 @@ def start_command(command: Sequence[str], _: RunSpec, folder: Path) -> tuple[int
 
 
 def wait_for(folder: Path, poll: Poll, *, timeout: float) -> int | None:
-    """Wait until the process has ended and every rank has written its record, or it is certain that they will not.
+    """Wait until the process has ended and all ranks' records are written. Give up if it fails or time runs out.
 
     Returns:
         The exit code of the process; ``None`` if it has not ended.
@@ -213,7 +213,7 @@ def result_of(spec: RunSpec, folder: Path, *, code: int | None, timeout: float) 
         return RunResult(spec=spec, refused=refused)
     if code is None:
         where = _text(folder / PROGRESS) or "before its first step"
-        error = f"it did not end within {timeout:g} s, and stood {where} (--timeout allows more)"
+        error = f"it did not end within {timeout:g} s, and stood {where} (a longer timeout allows more)"
     elif errors:
         error = errors[0].read_text()
     elif code == 0 and not records:

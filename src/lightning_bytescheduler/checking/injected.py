@@ -1,4 +1,4 @@
-"""In each process of the user's: replace the strategy, record the first fit, and end the process after it.
+"""In each process of a script under check: replace the strategy, record the first fit, then end the process.
 
 The registration of our strategies calls :func:`install` when a package's Trainer has been imported, if the environment
 says so. The adapters are imported later, by the first Trainer, which decides from which package they come.
@@ -28,7 +28,7 @@ _SEED = 20240  # of all random numbers; each rank adds its own number
 
 
 def install(pytorch: Any) -> None:
-    """Change what Trainers do, as the environment says.
+    """Change what Trainers do in this process, for the run that the environment variable names.
 
     Args:
         pytorch: ``lightning.pytorch`` or ``pytorch_lightning``. A script may import both, perhaps through a library.
@@ -36,7 +36,7 @@ def install(pytorch: Any) -> None:
     path = Path(os.environ[registration.CHECK_VARIABLE])
     spec, folder = kept(RunSpec, path), path.parent
     (folder / STARTED).touch()
-    # In case this process has to be ended: it may be in another process group than its parent.
+    # Names this process to the check, which may have to end it: its process group may not be its parent's.
     (folder / f"process{os.getpid()}.txt").touch()
     _seed_everything(0)
     package: Any = pytorch.__name__.partition(".")[0]
@@ -51,11 +51,11 @@ def install(pytorch: Any) -> None:
     fabric = "lightning.fabric" if package == "lightning" else "lightning_fabric"
     accelerators = importlib.import_module(f"{pytorch.__name__}.trainer.connectors.accelerator_connector")
 
-    # Here the Trainer's arguments have their defaults, and values from environment variables.
+    # The connector gets the Trainer's arguments with defaults and environment variables filled in.
     @_replaces(accelerators._AcceleratorConnector, "__init__")
     def connect(original: Callable[..., Any], connector: Any, **arguments: Any) -> None:
         decided()
-        with contextlib.suppress(KeyError):  # there is no such strategy, and Lightning says so
+        with contextlib.suppress(KeyError):  # an unknown strategy: Lightning raises its own error below
             arguments["strategy"] = _strategy(spec, folder, arguments.get("strategy"))
         if spec.devices is not None:
             arguments["devices"] = spec.devices
@@ -103,7 +103,7 @@ def _watch_fits(spec: RunSpec, folder: Path, trainer_class: Any, first: Callable
         spec: The run.
         folder: Folder for the records.
         trainer_class: The class whose fits are recorded.
-        first: Called before the adapters are imported. A spawned rank makes no Trainer, but gets one.
+        first: Called before the adapters are imported: a spawned rank gets a Trainer and does not construct one.
     """
 
     @_replaces(trainer_class, "fit")
@@ -111,14 +111,13 @@ def _watch_fits(spec: RunSpec, folder: Path, trainer_class: Any, first: Callable
         if trainer.num_nodes > 1:
             refuse(
                 folder,
-                f"The script's Trainer has num_nodes={trainer.num_nodes}, and the check drives one machine. Let "
-                "the script take num_nodes=1 for it.",
+                f"The script's Trainer has num_nodes={trainer.num_nodes}, and the check runs on one machine. Let "
+                "the script take num_nodes=1 for the check.",
             )
         if trainer.world_size < 2:
             refuse(
                 folder,
-                "The script's Trainer has 1 device, where there is nothing to communicate. Give the check "
-                "`--devices 2`.",
+                "The script's Trainer has 1 device, so it has nothing to communicate. Give the check `--devices 2`.",
             )
         original(trainer, *arguments, **options)
         sys.stdout.flush()
@@ -130,7 +129,7 @@ def _watch_fits(spec: RunSpec, folder: Path, trainer_class: Any, first: Callable
         from lightning_bytescheduler.checking.recorder import Recorder
 
         recorder = Recorder(spec, folder)
-        # A forked rank learns its number only later; on a single machine it is the local one.
+        # A forked rank learns its global rank only later. On a single machine it equals the local rank.
         _seed_everything(int(os.environ.get("LOCAL_RANK", trainer.global_rank)))
         recorder.attach(trainer)
         try:
@@ -142,13 +141,13 @@ def _watch_fits(spec: RunSpec, folder: Path, trainer_class: Any, first: Callable
 
 
 def _seed_everything(rank: int) -> None:
-    """Make everything random in a training the same in each run from here on."""
+    """Seed all random numbers, so that each run of a training draws the same ones from here on."""
     random.seed(_SEED + rank)
     numpy.random.seed(_SEED + rank)
     torch.manual_seed(_SEED + rank)
     os.environ["PL_GLOBAL_SEED"] = str(_SEED)  # Lightning's samplers use it, the same on all ranks
-    # An operation without a deterministic algorithm runs all the same; the check then finds that ddp is not
-    # reproducible.
+    # An operation without a deterministic algorithm runs nevertheless. If its results differ, the check finds that
+    # ddp is not reproducible.
     warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -64,7 +64,7 @@ class _Loggers(DummyLogger):
         return str(self._folder)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Record ``metrics``, unless under ``ddp`` there would be nothing to log but the epoch."""
+        """Record ``metrics``, unless all are the epoch or this package's own: ``ddp`` would log nothing then."""
         if all(name == "epoch" or name.startswith(_OWN_METRICS) for name in metrics):
             return
         self.logged.update(_as_texts(metrics, f" at step {step}"))
@@ -90,7 +90,7 @@ class _Seclusion(pl.Callback):
         for index, callback in enumerate(callbacks_of(trainer)):
             if isinstance(callback, Checkpoint) and hasattr(callback, "dirpath"):
                 callback.dirpath = str(self._folder / f"checkpoints{index}")
-        # Also what a callback or a module saves or removes by itself.
+        # A callback or a module may also save and remove checkpoints by itself.
         strategy = trainer.strategy
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
         strategy.save_checkpoint = (  # type: ignore[method-assign]
@@ -119,7 +119,7 @@ class Recorder(pl.Callback):
         self._record = RankRecord()
         self._losses: list[torch.Tensor] = []
         self._loggers = _Loggers(folder)
-        self._start = 0  # steps that a checkpoint brought along
+        self._start = 0  # steps that a loaded checkpoint had taken
         self._batches = 0
         self._step_ended = 0.0
 
@@ -151,7 +151,7 @@ class Recorder(pl.Callback):
         self._record.loss_steps.append(self._record.steps)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        """See Callback. Every update has landed here, so looking at weights opens no gate."""
+        """See Callback. Every update is complete at this point, so reading weights opens no gate."""
         if self._spec.traced and self._record.steps not in self._record.trace:
             self._record.trace[self._record.steps] = _digests(pl_module)
 
@@ -225,8 +225,8 @@ _HELD = (
 _OWN = ("partition_size", "credit", "cross_barrier", "mode")
 _TUNED = (False, "credit", "partition", "both")
 
-# Every tensor gets a bucket, and so a gate, of its own, so that touching a neighbour does not open it. Sizes are fixed,
-# as those from a measured link would differ between runs.
+# Every tensor gets its own bucket, and so its own gate: touching another tensor does not open it. Sizes are fixed, as
+# sizes from a measured link would differ between runs.
 _STRICT: dict[str, Any] = {
     "mode": "overlapped",
     "bucket_cap_mb": 1e-5,
@@ -295,6 +295,6 @@ def left_out(given: object) -> list[str]:
 
 def _not_comparable(name: str) -> str:
     return (
-        f"The script's Trainer has {name}, which is not trained with DDP: there is nothing to compare with. The check "
-        "is for 'ddp', 'bytescheduler', their variants and 'auto'."
+        f"The script's Trainer has {name}, which is not trained with DDP, so there is nothing to compare. The check is "
+        "for 'ddp', 'bytescheduler', their variants and 'auto'."
     )

@@ -1,13 +1,13 @@
 """Which runs a check makes, what follows from their results, and the words for it.
 
-It knows neither Lightning nor processes: the caller passes in how to make a run.
+This module knows neither Lightning nor processes: the caller passes a function that makes a run.
 
 The runs are ``ddp``, ``bytescheduler`` as configured, ``ddp`` again (is it reproducible, and is one run slower than the
-other?), and ``bytescheduler`` at its strictest. If both ``ddp`` runs are the same and the others are too, that is all.
+other?), and ``bytescheduler`` at its strictest. If all of them are the same, no other run is needed.
 
-Sums may be formed in another order than ``ddp``'s (with more than two ranks, or norms). Then bits are compared with
-those of a run that differs in one thing: no update is deferred. Against ``ddp``, only what no order of sums changes is
-compared.
+With more than two ranks, or norms, sums may be formed in another order than ``ddp``'s. Then bits are compared with
+those of a run that differs in one thing: no update is deferred. The comparison with ``ddp`` is limited to results that
+do not depend on the order of sums.
 
 Runs are deterministic, so runs that differ are repeated with traces, which show the first step and tensor. If the
 difference is gone when no update is deferred, then a weight was read unseen.
@@ -170,7 +170,7 @@ def refuse(folder: Path, reason: str) -> NoReturn:
 
 
 def record_path(folder: Path, record: RankRecord) -> Path:
-    """File of a rank's record; its name tells how many there will be."""
+    """Return the file of a rank's record; its name tells the number of ranks."""
     return folder / f"rank{record.rank}of{record.world_size}.json"
 
 
@@ -277,7 +277,7 @@ class CheckReport:
         runs: All runs that were made.
         difference: What differs.
         first: Where the runs diverge.
-        variant: Which way of ``bytescheduler`` differs; ``"strict"`` if only that does.
+        variant: Strategy of the run that differs or fails, as in ``RunSpec``.
         again: Whether the difference was there when both were run again; ``None`` if that was not tried.
         deferral: Whether the training is the same as ``ddp``'s when no update is deferred. ``None`` if that was not
             tried, as when the runs are compared with one that defers nothing.
@@ -343,7 +343,7 @@ class CheckReport:
         ddp = self.step_ms["ddp"]
         noise = max(ddp) / min(ddp) - 1.0
         if noise > _TOO_NOISY:
-            return f"; which is faster is not to be told here, as two runs of ddp differ by {noise:.0%}"
+            return f"; which is faster cannot be told here, as two runs of ddp differ by {noise:.0%}"
         if abs(speedup - 1.0) <= max(noise, 0.01):
             return f", as fast ({speedup:.2f}x, where two runs of ddp differ by {noise:.0%})"
         return f", {speedup:.2f}x faster" if speedup > 1.0 else f", {1.0 / speedup:.2f}x slower"
@@ -368,7 +368,7 @@ class CheckReport:
         if first.steps < self.steps:
             yield f"{self.steps} steps were asked for; the fit ended before"
         if whole[0].left_out:
-            yield f"not checked: the strategy's {whole[0].left_out}; no run had that, as ddp does not"
+            yield f"not checked: the strategy's {whole[0].left_out}, left out of all runs, as ddp has no such option"
         yield from self._what_is_equal(whole[0])
         yield from self._what_differs()
         if self.verdict == "not reproducible":
@@ -378,7 +378,7 @@ class CheckReport:
             yield f"a step, median of each run: {', '.join(shown)} (on this machine and link)"
         for configured in [run.first for run in whole if run.spec.strategy == "configured"][-1:]:
             if configured.as_ddp:
-                yield "bytescheduler took steps as DDP takes them at the end, as little could be hidden here"
+                yield "at the end, bytescheduler took steps as DDP takes them, as little could be hidden here"
             yield from (f"bytescheduler's plan: {line.strip()}" for line in configured.plan.splitlines()[1:-1])
         if self.changing_metrics:
             yield f"not compared, as they differ between two runs of ddp: {some_of(self.changing_metrics)}"
@@ -396,7 +396,7 @@ class CheckReport:
         if self.verdict == "identical":
             yield same
         if self.verdict == "rounding":
-            yield "sums are formed in another order; the first losses are within 1% of ddp's, and the same was trained"
+            yield "sums are formed in another order; the first losses are within 1% of ddp's; the same weights changed"
             yield f"with and without updates that cross the step boundary, {same}"
 
     def _what_differs(self) -> Iterator[str]:
@@ -412,9 +412,9 @@ class CheckReport:
                 "reads weights"
             )
         elif self.deferral is False:
-            yield "the difference stays where no update is deferred, so that no unseen read of a weight explains it"
+            yield "the difference stays when no update is deferred, so an unseen read of a weight does not explain it"
         elif self.again:
-            tried = "nothing differs" if self.deferral else "the result is another, so most likely"
+            tried = "nothing differs" if self.deferral else "the result changes, so most likely"
             yield (
                 f"with no update deferred {tried}: a weight is read before the update of the last step has landed, by "
                 "code whose reads cannot be seen. With cross_barrier=False it is read in time"
@@ -534,7 +534,7 @@ def _rounded(ddp: RunResult, *scheduled: RunResult) -> CheckReport:
 
 
 def _unrounded(run: RunResult) -> dict[str, dict[str, str]]:
-    """What a run leaves behind that no order of sums changes, by kind and name."""
+    """Return results of a run that do not depend on the order of sums, by kind and name."""
     weights = run.first.weights
     found = {
         "weights and buffers with the same bits on all ranks": [

@@ -8,8 +8,8 @@ these while the first goes on.
 
 Why no rank waits forever, also where an operation has a second half that this thread begins: take the oldest operation
 whose first half has not been handled on all ranks. Second halves of all older ones have been sent, as they begin when
-the first half is handled. So older ones end on every rank and return credit to launch this one. On each rank only those
-are before it in the queue. So its turn comes, and it waits only for launches and codec threads.
+the first half is handled. So older ones end on every rank and return credit to launch this one. On each rank, only the
+older ones precede it in the queue. So its turn comes, and it waits only for launches and codec threads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WAIT_SLICE = timedelta(seconds=0.5)
 class Place:
     """A place in the order of waiting, reserved at launch for an operation that must be encoded first.
 
-    Results are so handled in launch order, which is the same on all ranks. Otherwise a rank could wait for a younger
+    So results are handled in launch order, which is the same on all ranks. Otherwise a rank could wait for a younger
     collective for which others have no credit yet, while they wait for the second half of an older one.
     """
 
@@ -73,8 +73,7 @@ def wait_in_slices(work: dist.Work, stopping: threading.Event) -> bool:
         try:
             work.wait(_WAIT_SLICE)
         except RuntimeError:
-            # The slice ran out or the collective failed. It may have ended since, so ask it; the wait below raises its
-            # error.
+            # The slice ran out, or the collective failed or has ended since. The wait below raises its error.
             if not work.is_completed() and stopping.is_set():
                 return False
     work.wait(_WAIT_SLICE)
@@ -85,11 +84,11 @@ class CompletionThread:
     """Calls ``notify_finish`` for finished collectives.
 
     Args:
-        on_error: Called once with the first error of a collective, on this thread, before the sub-task fails; returns
-            the error to fail with (for example one that names the failed rank).
+        on_error: Called on this thread with the first error that it meets, before the sub-task fails; returns the
+            error to fail with (for example, an error that names the failed rank).
         group: The data group; its connections, or those of an operation's own group, are broken if the thread is
             stopped while it waits for a message.
-        telling: Held while a sub-task is notified, if several of these threads share it: callbacks run one by one.
+        telling: Held while a sub-task is notified. Threads that share it run their callbacks one by one.
     """
 
     def __init__(

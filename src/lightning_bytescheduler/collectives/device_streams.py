@@ -27,14 +27,14 @@ over for the host when the copy back is enqueued on one of gloo's streams; its `
 and makes the current stream wait for that copy. So with gloo, and any backend but NCCL, the polling thread asks
 ``is_completed`` before it waits, and a gate waits on the host for data that travels through the host.
 
-Memory: torch may reuse a tensor's memory, in the order of the stream it was allocated on, once it is released.
+Memory: once a tensor is released, torch may reuse its memory, in the order of the stream that allocated it.
 Gradients and everything an operation uses are held until the host knows that the GPU has finished with them. If a
 failure ends that early, ``record_stream`` keeps the gradients.
 
 *Copies in host memory.* Parameter servers work on a CPU, and gloo sends messages from host memory. So a part is copied
 there as it is launched (``copy_to_host``), and its result is copied back before the part ends (``copy_to_device``).
-These are BytePS's stages COPYD2H and COPYH2D. Codecs are fastest where gradients are: what they encode there is copied
-as a *payload*, as with BytePS's COPYD2H after COMPRESS, and COPYH2D before DECOMPRESS.
+These are BytePS's stages COPYD2H and COPYH2D. Codecs are fastest where gradients are, so they run there, and only the
+encoded *payload* is copied, as with BytePS's COPYD2H after COMPRESS, and COPYH2D before DECOMPRESS.
 
 Each thread that copies, encodes or decodes has its own stream. Why every read sees the right values: work on a part
 begins when the host has seen the event after the writer of the bucket (:meth:`PayloadCopies.mark`). All work for a part
@@ -75,15 +75,15 @@ _LOOK_AGAIN_S = 2e-4
 _HAS_ENDED = timedelta(seconds=1)  # the wait for an ended operation; any time makes NCCL raise its error
 
 Look = Callable[[], bool]
-"""Returns whether it has happened, after notification; must not raise or block."""
+"""Polls once: returns whether the event has happened and its callback was called. Must not raise or block."""
 
 
 class DevicePoller:
     """Polls the progress of a GPU from the host.
 
     One thread, ``bytescheduler-device``, polls two queues: data to be completed, and operations to end. Each queue is
-    in order, so only its head is polled. An event can be queried, or awaited without a limit; so this thread queries,
-    about five thousand times a second while a queue is not empty, and sleeps otherwise. An answer is up to 0.2 ms late;
+    in order, so only its head is polled. A wait for an event has no time limit, so this thread queries events instead,
+    about five thousand times a second while a queue is not empty. Otherwise it sleeps. An answer is up to 0.2 ms late;
     other parts in flight cover that.
     """
 
@@ -357,7 +357,7 @@ def travel_by_host(device: torch.device, *, compressed: bool, served: bool) -> b
 
 
 class HostPayloads:
-    """Payloads of gradients in host memory, where nothing is copied; :class:`PayloadCopies` is for a device's.
+    """Payloads of gradients in host memory: nothing is copied. :class:`PayloadCopies` is for gradients on a device.
 
     Attributes:
         device: Where codecs work.
@@ -414,7 +414,7 @@ class PayloadCopies(HostPayloads):
         """Wrap a thread's work on a part on the device; it is complete on exit.
 
         Raises:
-            SchedulerClosedError: If the fit ends before.
+            SchedulerClosedError: If the fit ends before the work does.
         """
         stream = self._stream()
         with self._cuda.stream(stream):

@@ -70,7 +70,7 @@ class SchedulerGroups:
 
     Attributes:
         counts: Carries each rank's number of samples; gloo. ``None`` if samples are not counted.
-        reports: Carries what each rank has submitted, if other code's collectives are ordered; gloo.
+        reports: Carries each rank's list of submitted collectives, if other code's collectives are ordered; gloo.
         by_host: Whether gradients travel from host memory wherever they live, see ``device_streams.py``; the data group
             is then gloo.
     """
@@ -123,7 +123,7 @@ class SchedulerGroups:
         )
 
     def wire_device(self, device: torch.device) -> torch.device:
-        """Return where the data of gradients on ``device`` travels from."""
+        """Return the device from which gradients on ``device`` are sent."""
         return torch.device("cpu") if self.by_host else device
 
     def warm_up(self, device: torch.device) -> None:
@@ -140,8 +140,8 @@ class SchedulerGroups:
 def set_patience(group: Any, patience: timedelta) -> None:
     """Give the collectives of a gloo group another time than its connections had, which :func:`to_connect` returned.
 
-    A rank may die as connections are made, which the others do not notice in native code. Waits for single messages
-    take their patience as an argument: gloo gives those the time that the connections had.
+    A rank may die while connections are made, and native code does not notice that. Waits for single messages take
+    their patience as an argument: by itself, gloo would give them the time of the connections.
     """
     if _CAN_CHANGE:
         getattr(group, "wrapped_pg", group)._set_default_timeout(patience)  # wrapped, to debug torch's collectives
@@ -175,8 +175,8 @@ def leave(group: dist.ProcessGroup, *, idle: bool) -> None:
 
     Gloo cannot abort a collective that no other rank will join, and a group's destructor waits for it, even while the
     interpreter ends. So a group that is not idle is kept alive as long as the process. Its operations are ended before
-    the interpreter: they end when another rank's connection closes, then release their tensors, and would abort the
-    process if they needed the GIL while the interpreter shuts down.
+    the interpreter shuts down: an operation ends when another rank's connection closes, and then releases its tensors.
+    That needs the GIL, and would abort the process during the shutdown.
     """
     give_up(group, idle=idle)
     try:
@@ -206,9 +206,9 @@ def abandon(group: dist.ProcessGroup) -> None:
 def collect_left() -> None:
     """End the threads of groups that former trainings have left.
 
-    Each group has three, which poll a hundred times a second while a reference cycle holds the group. This is called
-    here and not when a group is left: in torch 2.6 a group that is destroyed at the moment its last collective ends can
-    hang, as its destructor holds the GIL that one of its threads needs.
+    Each group has three, which poll a hundred times a second while a reference cycle holds the group. They are not
+    ended when a group is left: in torch 2.6 a group that is destroyed at the moment its last collective ends can hang,
+    as its destructor holds the GIL that one of its threads needs.
     """
     _left[:] = [group for group in _left if group() is not None]
     if _left:
@@ -218,8 +218,8 @@ def collect_left() -> None:
 def _leave_inherited_garbage() -> None:
     """Exclude inherited garbage from collection in this forked child.
 
-    A left group may be part of a garbage cycle. Its destructor joins threads that do not exist in a child, which can
-    hang or kill workers of a loader.
+    A group that was left may be part of a garbage cycle. Its destructor joins threads that do not exist in a child,
+    which can hang or kill workers of a loader.
     """
     gc.freeze()
     _left.clear()
@@ -328,10 +328,10 @@ def probe_link(group: dist.ProcessGroup, device: torch.device, *, largest: int =
     Args:
         group: The group that is measured.
         device: Where its data lives.
-        largest: The most bytes that will ever travel at once, the same on all ranks: what is larger is not measured.
+        largest: The most bytes that will ever travel at once, the same on all ranks. Larger sizes are not measured.
 
-    Sizes grow until one takes 30 ms more than a minimal one, so a slow link is probed for a fraction of a second, and a
-    fast one with enough bytes. Ranks agree on each figure before the next size is chosen, so all run the same sequence.
+    Sizes grow until an all-reduce takes 30 ms more than a minimal one. So a slow link is probed briefly, and a fast one
+    with enough bytes. Ranks agree on each figure before the next size is chosen, so all run the same sequence.
     """
     small = _settled(group, device, _SMALL_BYTES)
     size, last = _FIRST_BYTES, min(largest, _LAST_BYTES)

@@ -9,25 +9,25 @@ Why the ranks agree, and why no rank waits forever:
   Broadcasts on one group arrive in order, so every follower has the same sequence and pops nothing else.
 * A task is decided only when its data is complete on rank 0. A follower launches it when its own data is complete,
   which needs only its own backward pass: backward never waits for gradients of the same step.
-* Take the oldest collective that has not completed. Rank 0 has launched it, as decisions come before all younger
-  launches. Each follower will: everything older has completed there, so its credit is free for at least one sub-task,
-  its data will be complete, and no younger one can be popped before it. So it completes, and by induction all do.
+* Take the oldest collective that has not completed. Rank 0 launches it right after its decision, before all younger
+  ones. Each follower will launch it: everything older has completed there, so its credit is free for at least one
+  sub-task, its data will be complete, and no younger one is popped before it. So it completes, and by induction all do.
 * Other code's collectives (``routing_group.py``) are in the same sequence, where they are routed. A rank may wait for
   gradients before it submits one, so the induction needs more; see below.
 * Rank 0 sends a part's lane (``LaneChoice``, for high latency) with the decision. Each lane is a separate group. Its
   launches are a subsequence of the one sequence, so they are one sequence on all ranks too. An overtaking part may take
-  a second credit, on followers without a check; the induction holds for a credit of any size.
+  a second credit; followers do not compare its priority. The induction holds for a credit of any size.
 * Several decisions travel in one message (all that credit allowed at once), without an answer: no round trip per
-  partition. The next message travels while the data in flight uses up the credit. A message is as long as what it says.
-  A broadcast needs a length that all ranks know, so it has the first four, and if there are more, another one follows.
+  partition. The next message travels while the data in flight uses up the credit. All ranks have to know the length of
+  a broadcast. So the first one has room for four decisions, and if there are more, a second one brings the rest.
 * With high latency and with parameter servers, rank 0 sends messages to each follower separately, and followers post
   several receives ahead. Gloo sends a message only when it knows of its receive, and a broadcast in flight delays the
   next receive by a round trip. With queues on links, as with servers, that would delay every follower's launches.
   Messages between two ranks on one group under one number arrive in order, so all of the above holds.
 
-With other code's collectives. DDP's own requirement on one communicator is assumed: every rank submits the same in the
-same order, both gradients (in DDP's hook) and foreign collectives; call this the *program*. A rank may wait anywhere
-for something that it has submitted before. Rank 0 announces a foreign collective when all ranks have submitted it, and
+With other code's collectives. As DDP itself requires on one communicator, every rank submits the same gradients (in
+DDP's hook) and foreign collectives in the same order; call this the *program*. A rank may wait anywhere for something
+that it has submitted before. Rank 0 announces a foreign collective when all ranks have submitted it, and
 no gradient before a foreign collective that it has submitted earlier. Let L be the sequence that rank 0 announces.
 
 1. Everything in L completes. Take the oldest that has not. All older ones have completed on every rank, so credit is
@@ -69,10 +69,10 @@ from lightning_bytescheduler.scheduler.threads import start_thread
 __all__ = ["DecidingOrder", "FollowingOrder", "order_of"]
 
 _CAPACITY = 24  # decisions per message, which fit one Ethernet frame
-_FIELDS = 7  # of a decision, int64: the key's, then partition size, index, task size and lane
+_FIELDS = 7  # int64 numbers of a decision: three of the key, partition size, index, task size, lane
 _SHORTEST = 1 + 4 * _FIELDS  # numbers of a first broadcast: how many decisions follow, and the first of them
 _CLOSE = -1
-_EXPECTED = 16  # direct messages that are expected ahead
+_EXPECTED = 16  # receives that are posted ahead for direct messages
 _NUMBER = 1  # of all direct messages
 _UNTOLD = 2048  # messages kept until they have certainly left
 _NOTHING = array("q", bytes(8 * _SHORTEST))
@@ -126,11 +126,11 @@ class DecidingOrder(MixedOrder):
         """Tell the followers that no more decisions come; returns whether the control group is idle.
 
         Args:
-            timeout: Longest wait, in seconds, until every message has left.
-            hopeless: See :class:`FollowingOrder`.
+            timeout: Longest wait, in seconds, until every message has left; 5 seconds at most.
+            hopeless: For :class:`FollowingOrder`; ignored here.
         """
         deadline = time.monotonic() + min(timeout, _END_S)
-        for _ in range(_EXPECTED if self._direct else 1):  # one for each expected message
+        for _ in range(_EXPECTED if self._direct else 1):  # one for each receive that a follower has posted
             self._send(array("q", [_CLOSE]))
         try:
             for work, _ in self._sent:
@@ -196,7 +196,7 @@ class FollowingOrder(AnnouncedOrder):
 
         Args:
             timeout: Longest wait, in seconds. Rank 0 may come to its end much later than this rank.
-            hopeless: Called regularly; whether the message will not come. The receive in progress cannot be cancelled.
+            hopeless: Called regularly; returns whether the message will never come. A receive cannot be cancelled.
         """
         deadline, thread = time.monotonic() + timeout, self._thread
         if thread is None:
@@ -246,7 +246,7 @@ class FollowingOrder(AnnouncedOrder):
             rest = self._broadcast(more) if more > 0 else []
             return numbers + rest if len(rest) == max(more, 0) else []
         while len(self._expected) < _EXPECTED:
-            room = torch.zeros(1 + _CAPACITY * _FIELDS, dtype=torch.int64)  # gloo takes a shorter message, too
+            room = torch.zeros(1 + _CAPACITY * _FIELDS, dtype=torch.int64)  # gloo accepts shorter messages, too
             self._expected.append((self._control.recv([room], 0, _NUMBER), room))
         work, room = self._expected.popleft()
         work.wait(PATIENCE)

@@ -1,4 +1,4 @@
-"""Exchanges a few numbers of each rank during training, without making ranks wait that do not need them.
+"""Exchanges a few numbers of each rank during training; only ranks that need the numbers wait for them.
 
 *Numbers of all ranks* (:class:`NumberExchange`). One thread, named ``bytescheduler-counts``, owned by the exchange,
 waits for posted numbers in order and notifies callers. It blocks inside ``Work.wait`` without the GIL, in slices, so
@@ -12,18 +12,18 @@ Lock order: posted numbers have their own lock, held only to read and to record;
 *Numbers that rank 0 changes during training* (:class:`AgreedValues`), and that every rank uses from the same step on.
 Every rank calls `before_step` for each step, in order, on one thread. At some of these calls, the exchanges, rank 0
 posts its next values and the others their part of the message, without waiting. At the next exchange every rank applies
-the values posted at the last one. The message has usually arrived by then, so a wait is only for a rank that is a whole
-interval behind.
+the values posted at the last one. The message has usually arrived by then, so ranks wait only for a rank that is a
+whole interval behind.
 
 Why ranks agree:
 
 * Exchanges are at the same steps on every rank. The first two are fixed: the first step and the next one. Each message
   also has the number of steps from the exchange at which it is read to the next one. So by induction all ranks know the
   step of the next exchange from a message that all of them have read.
-* Values posted at one exchange take effect at the next one, in the same call on every rank. Rank 0 also reads the
-  message that it has sent, not its newest wish.
-* A message is an all-reduce that keeps the least of each number. What rank 0 alone says is the largest there is on the
-  others. So it also brings the least of what all ranks have seen.
+* Values posted at one exchange take effect at the next one, in the same call on every rank. Rank 0 also applies the
+  values of the message, not its newest ones.
+* A message is an all-reduce that keeps the minimum of each number. In place of rank 0's values the others send the
+  largest number that there is, so rank 0's values remain. Of observations the least of all ranks remains.
 * The messages travel on a group without other use, so they match by their number. It is gloo's, as reading numbers from
   a GPU's memory would wait for all work queued there.
 """
@@ -50,7 +50,7 @@ _ARRIVAL_S = 1.0
 
 
 class PostedNumbers:
-    """What every rank has posted at one point, once it is known."""
+    """The numbers that all ranks have posted at one point, once they are known."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -71,7 +71,7 @@ class PostedNumbers:
             RuntimeError: If they have not arrived.
         """
         if self._rows is None:
-            raise RuntimeError("Numbers of all ranks were asked for before they were here.")
+            raise RuntimeError("The numbers of all ranks were read before they had arrived.")
         return self._rows
 
     def when_known(self, then: Callable[[], None]) -> None:
@@ -171,7 +171,7 @@ class _Stopped(Exception):
 
 
 class AgreedValues:
-    """One rank's end of rank 0's values; every rank must make it at the same point.
+    """One rank's end of the exchange of rank 0's values; every rank must construct it at the same point.
 
     Args:
         timeout: Longest wait for another rank; the backend's default if ``None``.
@@ -201,7 +201,7 @@ class AgreedValues:
         Args:
             step: Number of the step that begins. Repeated calls for a step do nothing.
             wanted: Rank 0's values; ignored on other ranks.
-            interval: Rank 0's wish: steps between exchanges, 1 or more, once this message is read.
+            interval: Rank 0's number of steps between exchanges, 1 or more, from the one at which this is read.
             seen: This rank's observations, as many on all ranks.
 
         Returns:

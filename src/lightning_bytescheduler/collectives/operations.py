@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 PATIENCE = timedelta(days=30)
-"""Timeout of waits that a closed connection ends anyway, for what may come as late as a validation ends; connecting has
-a shorter one."""
+"""Timeout of waits for messages that may come only after a long validation. A closed connection ends them anyway;
+connecting has a shorter timeout."""
 
 _LOOK_AGAIN_S = 0.002
 

@@ -1,29 +1,28 @@
 """Push and pull: a worker sends a part of its gradient to one server and receives the sum of all workers' parts.
 
 A server is a separate process on a spare machine (``summing_server.py``), or one of the workers (*colocated*), which
-then sums what the others send it. Each part goes to one server, chosen by the bytes that went to each server before.
-Parts are launched in one order on all workers (``launch_order.py``), so all choose alike without an agreement, whatever
-sizes a tuner tries.
+then sums what the others send it. Each part goes to one server (:class:`PlacedParts`). Parts are launched in one order
+on all workers (``launch_order.py``), so all choose alike without an agreement, whatever sizes a tuner tries.
 
 *Who gets how much.* With ``n`` workers, ``k`` *spare* servers can run on separate machines, and one colocated server
-with each worker. A byte on a spare server crosses only links of workers. A byte on a colocated server crosses that
-worker's link in both roles. All links are busy equally long if the spare servers together take the share
+with each worker. A byte on a spare server crosses only links of workers. A byte on a colocated server also crosses the
+link of that server's own worker. All links are busy equally long if the spare servers together take the share
 ``2k(n-1) / (n^2 + kn - 2k)`` of the bytes and the colocated ones the rest, each equally much (BytePS: Jiang et al., "A
 Unified Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU Clusters", OSDI 2020, section
 4.1). With ``k = n`` the spare servers take everything; with ``k = 0`` there are only colocated ones.
 
-The mean is formed as in ``operations.py``: each worker scales by 1/n before the sum, which is in the order of ranks. So
+The mean is formed as in ``operations.py``: each worker scales by 1/n, and the sum is formed in the order of ranks. So
 two workers get DDP's bits, and more get the same bits in each run, wherever a part was summed.
 
 A worker announces a part to its server with a *header* at launch; the part follows in its turn (``summing_server.py``).
-The receive of the sum is posted before the push, into the same memory, as a server answers when it has all of the push.
-A worker's own part of its own sums is not sent.
+The receive of the sum is posted before the push, into the same memory. That is safe, as a server answers only when it
+has all of the push. A colocated server takes its own worker's parts from memory.
 
 Why no rank waits forever: a server, colocated or not, posts a receive for every announced part, whatever its own worker
 has launched. So each push arrives. Take the oldest part that has not ended everywhere: each worker has credit to launch
 it, as all older ones have ended, and sends it to its server before anything younger. So it is summed. Its sum is
-received where it was launched, so servers never wait for a worker, either. Sums of one server end in launch order;
-those of two need not, so a separate thread waits for each server.
+received where it was launched, so servers never wait for a worker, either. Sums of one server end in launch order. Sums
+of two servers need not, so a separate thread waits for each server.
 """
 
 from __future__ import annotations
@@ -169,7 +168,7 @@ def chosen_placement(how: str | None, environ: Mapping[str, str]) -> str:
 
 
 def _djb2(key: int) -> int:
-    """Return Bernstein's hash of the key in decimal: 33 times the last value plus the next character."""
+    """Return Bernstein's hash of the key's decimal digits: 33 times the value so far, plus the next character."""
     value = 5381
     for character in str(key).encode():
         value = value * 33 + character & _WORD
@@ -179,8 +178,8 @@ def _djb2(key: int) -> int:
 class PlacedParts:
     """Assigns parts to servers in one fit, and counts each server's bytes.
 
-    By default a part goes by bytes to the server that is least full with it, relative to its share. BytePS's mixed mode
-    uses the numbers of bucket and part, so that a part stays at one server while sizes stay.
+    By default a part goes to the server that is least full with it: by bytes, relative to the server's share. BytePS's
+    mixed mode chooses by the numbers of bucket and part, so a part keeps its server while sizes stay the same.
 
     Args:
         nodes: The ranks of each node, if one of them pushes for all; the nodes are then the workers.
@@ -241,7 +240,7 @@ class PushPull:
         self._colocated = SummingServer(group, ranks, own=self._rank) if here else None
         spare = [workers + server for server in range(servers)]
         colocated = [rank for rank in range(workers) if rank != self._rank] if self._colocated is not None else []
-        # Each worker begins with another server and goes round in the same direction.
+        # Each worker begins with a different server and goes round in the same direction.
         self._receivers = [*_from(self._rank, spare), *_from(self._rank, colocated)]
         needs = [shares.weights[rank - workers if rank >= workers else servers + rank] for rank in self._receivers]
         turns = turns_by_need(self._receivers, needs)
@@ -335,16 +334,16 @@ class NodePushPull(PushPull):
       (``completion.py``), during the next pull; on the other ranks by one thread for each pusher,
       ``bytescheduler-pulls-from-N``.
 
-    Values are scaled by 1/n before the first sum, as there. So two ranks of one node, or two nodes of one rank, get
-    DDP's bits. More ranks get the sum of nodes' sums, ``(a + b) + (c + d)``, the same in each run and with any number
-    of servers, where :class:`PushPull` has ``((a + b) + c) + d``.
+    Values are scaled by 1/n before the first sum, as in :class:`PushPull`. So two ranks of one node, or two nodes of
+    one rank, get DDP's bits. More ranks get the sum of nodes' sums, ``(a + b) + (c + d)``, the same in each run and
+    with any number of servers, where that class has ``((a + b) + c) + d``.
 
     Why no rank waits forever: take the oldest part that has not ended on all ranks. Each rank has credit to launch it
     and does, as all older ones have ended. A launch posts all of this rank's sends and receives for a part at once, so
-    what ranks of a node send for it arrives, whatever younger parts are in flight. Everything before it on the summing
-    thread has been launched, with credit that all ranks have or will have: a part that has ended on one rank needs no
-    further stage elsewhere. So it is summed, too, and pushed, and the module's argument holds from there. The result is
-    sent to ranks that have posted a receive at launch.
+    the values of the node's ranks arrive, whatever younger parts are in flight. Everything before this part on the
+    summing thread has been launched, with credit that all ranks have or will have: a part that has ended on one rank
+    needs no further stage elsewhere. So this part is summed and pushed, and the module's argument holds from there. The
+    result goes to ranks that posted their receive at launch.
 
     Args:
         group: Group of this rank's rail: its rank on each node, then the spare servers; gloo.
@@ -366,7 +365,7 @@ class NodePushPull(PushPull):
         self._pushers = PlacedParts(workers=local.size(), servers=0)
         self._averaged *= local.size()
         # After an error it begins nothing more. A waiter for a part finds the cause and stops the scheduler, which
-        # breaks the connections. Broken here, they would first fail on other threads, with a less specific error.
+        # breaks the connections. If they were broken here, other threads would fail first, with a less specific error.
         self._local_reduce = WorkThread("local-reduce")
 
     def start(self, part: torch.Tensor, number: int) -> StartedOperation:

@@ -1,8 +1,8 @@
 """``PushPullStore``: init, push and pull of named tensors, through parameter servers and the scheduler.
 
-This is what ByteScheduler's ScheduledKVStore (Peng et al., SOSP 2019) did for MXNet. A push is only recorded. The pull
-of the same key makes one task of both, which is cut into parts, sent by priority under the credit, and summed by the
-servers of ``push_pull.py``. Rank 0 decides what is sent next, as in a training, so ranks may pull in different orders.
+ByteScheduler's ScheduledKVStore (Peng et al., SOSP 2019) does this for MXNet. A push is only recorded. The pull of the
+same key makes one task of both. It is cut into parts, which are sent by priority under the credit and summed by servers
+(``push_pull.py``). Rank 0 decides what is sent next, as in a training, so ranks may pull in different orders.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class PushPullStore:
     """Named tensors that all ranks of the default process group push to, and pull sums from.
 
     It is a collective in the sense of torch.distributed: all ranks make it at the same point, initialise the same keys
-    in the same order, and push each key equally often. Between these points each rank goes at its own pace. Tensors are
-    in CPU memory. One thread at a time calls it.
+    in the same order, and push each key equally often. Otherwise each rank goes at its own pace. Tensors are in CPU
+    memory. One thread at a time calls it.
 
     Args:
         servers: Number of servers on separate machines, each started by ``lightning-bytescheduler server``; with 0 each
@@ -249,7 +249,7 @@ class PushPullStore:
         try:
             if not self._closed and not self._failed:
                 self._core.drain(self._timeout)
-                try:  # those that are servers serve until all are done
+                try:  # ranks that are servers serve until all are done
                     dist.barrier(self._groups.data)
                 except RuntimeError as error:
                     raise self._on_error(error) from error
@@ -320,7 +320,7 @@ class PushPullStore:
         self._failed = True
         cause = self._core.abort_cause or self._servers.find_gone() or self._servers.explain_timeout(error)
         if is_communication_error(cause):
-            cause = RankFailedError(None, f"it could not be told which; here that broke: {brief(error)}")
+            cause = RankFailedError(None, f"which one is not known; this broke here: {brief(error)}")
         if cause is not error:
             cause.__cause__ = error
         self._core.abort(cause)

@@ -4,9 +4,9 @@
 each rank's shard goes straight to it, and its sum straight to all, and urgent parts overtake on a second lane.
 :class:`Served` sends them to parameter servers and back. :class:`OnDevice` is for a GPU's own streams.
 
-A task's ``launch`` is a method of the route. All but :class:`Served` also run the halves of an all-reduce, and those
-from host memory also send what is encoded. Parts of a GPU that travel from host memory are copied there as they are
-launched, and back before they are notified (``device_streams.py``).
+A task's ``launch`` is a method of the route. All routes but :class:`Served` also run the halves of an all-reduce, and
+:class:`AllReduce` and :class:`Sharded` also send encoded parts. Parts of a GPU that travel from host memory are copied
+there at their launch, and back before their sub-tasks are notified (``device_streams.py``).
 
 Encoding has a thread, ``bytescheduler-codec``, so that neither the training nor a launch waits. The route owns it and
 starts it with the first sub-task to encode. It works in the order of launches and holds no lock. The completion thread,
@@ -66,7 +66,7 @@ class AllReduce:
         wire_device: Where parts travel from.
         streams: Streams that join results; ``None`` where threads wait for results.
         routing: Orders other code's collectives; ``None`` if they need no order.
-        merges: Whether a step as DDP's may send merged buckets by itself on the data group.
+        merges: Whether a step taken as DDP's may send merged buckets on the data group, without the scheduler's core.
         all_reduce: The operation that averages a part over all ranks.
         wire_share: Bytes that each rank sends in :attr:`all_reduce` per byte.
     """
@@ -188,7 +188,7 @@ class AllReduce:
     def stop_encoding(self, timeout: float) -> bool:
         """End the codec thread within ``timeout`` seconds, before the group is left; returns whether it ended.
 
-        Waits for copies end, too.
+        It also ends the waits for copies.
         """
         copying = self.copies is None or self.copies.stop(timeout)
         return self._codec.stop(timeout, drop=True) and copying

@@ -8,15 +8,15 @@ is named. Precedent for giving DDP a group written in Python: torchft.
 
 There are two states, which all ranks change at the same point of their programs:
 
-* *direct*: only the program launches (steps as DDP's, and before the first step). Everything is launched at once.
+* *direct*: only the program launches, immediately (before the first step, and in steps taken as DDP takes them).
 * *in order*: see :class:`~lightning_bytescheduler.collectives.routing_group.ForeignCollectives`.
 
 A thread that calls a collective, also with ``async_op=True``, waits on the host until it is launched here, and gets the
-backend's own work. So two ranks may wait for each other forever if one calls it before a ``send`` for which the other
-waits first. It must never wait for a gradient of the step whose backward pass it is in (``launch_order.py``). So when a
-rank goes from in order to direct, all that it has submitted is launched, and its direct launches come after all of that
-on each rank. On the way back, later decisions are launched where they have been submitted, which is after the direct
-ones.
+backend's own work. So two ranks may wait for each other forever if one calls a collective before a ``send`` that the
+other waits for first. The thread must never wait for a gradient of the step whose backward pass it is in
+(``launch_order.py``). When a rank goes from in order to direct, all that it has submitted is launched, so its direct
+launches come after all of that on each rank. On the way back, rank 0's decisions are launched when the collectives have
+been submitted, which is after the direct launches.
 
 Messages between two ranks (``send``, ``recv``) are not ordered, as not all ranks know of them; they go to the replaced
 group. Collectives on other groups of the user are not ordered either.
@@ -89,7 +89,7 @@ class ForeignCollectives:
     """One rank's foreign collectives, in the order in which they are submitted.
 
     Args:
-        report: Called with the number submitted here, after each; rank 0 has to learn what all ranks have submitted.
+        report: Called after each submission with their number here, as rank 0 has to learn what all have submitted.
 
     Attributes:
         launched: Number of collectives that are launched here.
@@ -127,7 +127,7 @@ class ForeignCollectives:
 
         with self._lock:  # numbers are in the order of admission
             number = self._submitted + 1
-            # The size is the index of its kind, as orders compare sizes.
+            # The size stands for the kind, as orders compare sizes; from 1, as sizes are positive.
             task = CommTask(
                 f"{kind} {number}",
                 1 + KINDS.index(kind),
@@ -255,7 +255,7 @@ class RoutingGroup(dist.ProcessGroup):
             return all(work.is_completed() for works in of for work in works)
 
     def _keep(self, works: deque[dist.Work], work: dist.Work) -> dist.Work:
-        """Add ``work`` until it has ended. It has to be there before its caller waits: see :meth:`call_off`."""
+        """Keep ``work`` until it has ended, and from before its caller waits: see :meth:`call_off`."""
         with self._lock:
             while works and works[0].is_completed():
                 works.popleft()
@@ -422,9 +422,9 @@ class RoutingGroup(dist.ProcessGroup):
         if others and self.rank() == 0:
             known = os.environ.get(_IMPLICIT) == "1"
             log.warning(
-                "There are %d more process groups on %s. Collectives on them are not in the order that gradients and "
-                "the default group's have on all ranks, so a training can come to a standstill: call them while no "
-                "gradients travel, after trainer.strategy.flush(), or use the default group. %s",
+                "There are %d more process groups on %s. Gradients and the default group's collectives have one order "
+                "on all ranks, but collectives of these groups have not, so a training can come to a standstill: call "
+                "them while no gradients travel, after trainer.strategy.flush(), or use the default group. %s",
                 len(others),
                 self.getBackendName(),
                 f"{_IMPLICIT}=1 orders what each rank launches, but not alike on all ranks."

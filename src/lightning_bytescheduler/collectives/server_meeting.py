@@ -4,14 +4,14 @@ They meet in a separate part of the rendezvous store.
 
 Each server signs on once and gets a number. Once all servers of a fit have signed on, rank 0 of the workers announces
 the fit: its workers, its number of servers, and the version of this package. Then all connect in one gloo group for
-each *rail*, see :class:`NodePushPull`; if each worker pushes for itself, one rail has all workers. Workers come first
-in it, then the servers.
+each *rail*, see :class:`NodePushPull`; if each worker pushes for itself, one rail has all workers. Workers have the
+first ranks in a group, then come the servers.
 
-*A server's port* shows whether the server lives: it is open as long as the server, and its connections close when the
+*A server's port* shows whether the server lives: it is open while the server lives, and its connections close when the
 process ends. A client sends the server's *token*, which readers of the rendezvous store know, and receives what the
-server does. So a stalled server can be told from one that waits for a worker. A server that ends reports the reason on
-all connections. A client that sends anything else is disconnected. So is one that stays silent: after a while, or at
-once if there are too many of them, so that strangers take no worker's place.
+server does. So a stalled server can be told from a server that waits for a worker. A server that fails reports the
+reason on all connections. A client that sends anything else is disconnected. A silent client is disconnected after a
+while, or at once if there are too many, so that strangers do not take the places of workers.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _WAY_OUT = "Leave group out: then each rank pushes for itself."
 
 
 class Announcement(StoreMessage, frozen=True, kw_only=True):
-    """Rank 0's announcement of the fit that has found its servers last."""
+    """Rank 0's announcement of the latest fit that has found its servers."""
 
     fit: int
     rails: tuple[tuple[int, ...], ...]
@@ -129,20 +129,20 @@ def connect(
     timeout: timedelta,
     failure: Callable[[], BaseException | None],
 ) -> list[dist.ProcessGroup]:
-    """Connect workers and servers; all call this. They wait for each other first, as gloo connects without reports.
+    """Connect workers and servers; all call this. They wait for each other first, as gloo does not say who is missing.
 
     Args:
         store: From :func:`meeting_store`.
         fit: The fit.
         places: Groups to make: name, this process's rank, and size of each.
-        rank: This process among all workers and servers, workers first.
+        rank: Number of this process among all workers and servers, workers first.
         wait: Longest wait for all to come, in seconds.
         timeout: Timeout of connecting, and the default for messages.
         failure: Called while waiting; returns the reason if they will not come.
 
     Raises:
         SchedulerTimeoutError: If some have not come in time.
-        RuntimeError: If one has died after it came.
+        RuntimeError: If a process has died after it came.
         BaseException: The result of ``failure``.
     """
     size = fit.workers + fit.servers
@@ -185,7 +185,7 @@ def begun_after(store: dist.Store, last: int) -> Announcement | None:
 
     Args:
         store: From :func:`meeting_store`.
-        last: Number of a fit, from 1.
+        last: Number of a fit; the first fit has number 1.
     """
     if not store.check(["begun"]):
         return None
@@ -262,7 +262,7 @@ class ServerLine:
 
 
 def _call(store: dist.Store, number: int) -> ServerLine | None:
-    """Connect to the server with a number, if it lives; another one may have replaced it."""
+    """Connect to the server that has this number now, if it lives."""
     if not store.check([f"server/{number}"]):
         return None
     try:
@@ -396,14 +396,14 @@ class JoinedServers:
 
 
 def lay_out(places: Sequence[tuple[int, int, int]]) -> Nodes:
-    """Return the ranks of each node, equally many by their number there; nodes are ordered by their first ranks.
+    """Return the ranks of each node, in the order of their numbers there; nodes are ordered by their first ranks.
 
     Args:
         places: By rank: its node, its number there, and the number of ranks started there.
 
     Raises:
-        UnsupportedError: On all ranks alike, if the statements contradict each other, or nodes have different numbers
-            of ranks.
+        UnsupportedError: On all ranks alike, if the places contradict each other, or nodes have different numbers of
+            ranks.
     """
     there = [(node, local, one) for one, (node, local, _) in enumerate(places)]
     nodes = {node: sorted(one[1:] for one in there if one[0] == node) for node, _, _ in sorted(there)}
@@ -416,9 +416,9 @@ def lay_out(places: Sequence[tuple[int, int, int]]) -> Nodes:
             raise UnsupportedError(
                 f"The group 'node' needs to know which ranks are on which node, but rank {one} says that it is number "
                 f"{local} of {size} on node {node}, where the ranks say that they are numbers "
-                f"{', '.join(map(str, numbers))}. The launcher tells them by LOCAL_RANK, and NODE_RANK or GROUP_RANK, "
-                "and devices=... and num_nodes=... of the Trainer are to be what it has started: see that these are "
-                f"right on each machine. {_WAY_OUT}"
+                f"{', '.join(map(str, numbers))}. The launcher tells them by LOCAL_RANK, and NODE_RANK or GROUP_RANK. "
+                "Check these on each machine, and that devices=... and num_nodes=... of the Trainer are what the "
+                f"launcher has started. {_WAY_OUT}"
             )
     return tuple(sorted(tuple(one for _, one in ranks) for ranks in nodes.values()))
 
@@ -460,7 +460,7 @@ def join_servers(
     Raises:
         SchedulerTimeoutError: If too few servers have come in time.
         RanksDifferError: If a server has another version of this package.
-        ServerFailedError: If one has died.
+        ServerFailedError: If a server has died.
     """
     nodes = nodes or tuple((rank,) for rank in range(groups.world_size))
     node, here = next((node, ranks) for node, ranks in enumerate(nodes) if groups.rank in ranks)
@@ -468,7 +468,7 @@ def join_servers(
     pushers, grouped = len(nodes), len(here) > 1
     servers, each = min(spare, pushers), "node" if grouped else "worker"
     if servers < spare and groups.rank == 0:
-        say(f"bytescheduler: servers={spare} counts as {servers}, as no more than one a {each} is of use.")
+        say(f"bytescheduler: servers={spare} counts as {servers}, as more than one per {each} are of no use.")
     store = meeting_store(dist.distributed_c10d._get_default_store())
     # Rank 0's number counts: a rank that failed early may have counted fewer fits.
     count = torch.tensor([store.add("fits", 1) if groups.rank == 0 else 0], device="cpu")
@@ -567,10 +567,10 @@ class ServerPort:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
-    parser.add_argument("--master-addr", metavar="HOST", help="of the training (default: MASTER_ADDR)")
-    parser.add_argument("--master-port", metavar="PORT", type=int, help="of the training (default: MASTER_PORT)")
+    parser.add_argument("--master-addr", metavar="HOST", help="address of rank 0 (default: MASTER_ADDR)")
+    parser.add_argument("--master-port", metavar="PORT", type=int, help="port on rank 0 (default: MASTER_PORT)")
     parser.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=1800.0, help="wait so long for the training (default: 1800)"
+        "--timeout", metavar="SECONDS", type=float, default=1800.0, help="longest wait for the training (default: 1800)"
     )
 
 
@@ -634,8 +634,8 @@ def serve(host: str, port: int, *, timeout: float = 1800.0, say: Callable[[str],
             _check(number, fit)
             try:
                 groups = _connect(store, presence, number, fit)
-            except (SchedulerTimeoutError, RuntimeError) as error:  # one does not come, or has died since
-                say(f"Fit {last} could not be connected to: {brief(error).rstrip('.')}. The next fit is waited for.")
+            except (SchedulerTimeoutError, RuntimeError) as error:  # a process does not come, or has died
+                say(f"Fit {last} could not be connected: {brief(error).rstrip('.')}. Waiting for the next fit.")
                 continue
             say(f"Fit {last}: serving {fit.workers} workers, with {fit.servers} servers in all.")
             servers = [SummingServer(group, rail) for group, rail in zip(groups, fit.rails, strict=True)]
@@ -681,8 +681,8 @@ def _check(number: int, fit: Announcement) -> None:
     require_same_version(fit.version, "The training", f"parameter server {number}")
     if number >= fit.servers:
         raise RanksDifferError(
-            f"The training has servers={fit.servers}, and that many have joined before: this one, number "
-            f"{number}, is one too many. Was a server started twice?"
+            f"The training has servers={fit.servers}, and that many have joined before this server, number "
+            f"{number}. Was a server started twice?"
         )
 
 

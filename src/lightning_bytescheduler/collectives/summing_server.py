@@ -2,9 +2,9 @@
 
 There are two threads for each worker. One takes headers and posts receives for the announced parts at once, so that a
 link never idles for lack of a receive. The other waits for these parts and sums them. One more thread sends sums, to
-one worker after the other. Summing releases the GIL. Parts are summed in the order of ranks, so
-a sum has the same bits in each run; early parts wait. The memory in use is at most what workers have in flight: their
-credit times their number.
+one worker after the other. Summing releases the GIL. Parts are summed in the order of ranks, so a sum has the same bits
+in each run; early parts wait. The memory in use is at most what workers have in flight: their credit times their
+number.
 
 A worker that is also a server has a :class:`SummingServer` in its process. Its own parts are not sent: see
 :meth:`SummingServer.push_own`.
@@ -15,8 +15,8 @@ no server has died and look for the dead worker.
 
 *Turns.* Messages to several ranks leave one by one (:class:`SendingTurns`), so that two senders rarely meet at one
 receiver. If a worker sends to all servers at once, it shares its link among them, as all workers do, and all parts
-arrive late together. In turns that begin at another receiver on each rank, as in a Latin square, each message has its
-sender's and its receiver's link to itself. The first parts can be summed, and travel back, while others follow.
+arrive late together. In turns that begin at a different receiver on each rank, as in a Latin square, each message has
+its sender's and its receiver's link to itself. The first parts can be summed, and travel back, while others follow.
 
 Messages are matched by number, so ranks need not agree on this order. No rank waits forever, as receivers post a
 receive without waiting: a server does so for every announced part, a worker before it pushes its own part.
@@ -107,14 +107,14 @@ class SendingTurns:
             self._work.notify()
 
     def close(self) -> None:
-        """Send what waits and end the thread; messages end with their group's timeout at the latest."""
+        """Send all waiting messages and end the thread; each ends with its group's timeout at the latest."""
         with self._work:
             self._closed = True
             self._work.notify()
         self._thread.join()
 
     def stop(self, timeout: float = 0.0) -> bool:
-        """Drop what waits and end the thread after messages in flight; returns whether it ended within ``timeout``.
+        """Drop waiting messages, and end the thread after those in flight; returns whether it ended in time.
 
         Args:
             timeout: In seconds; to end messages in flight sooner, break the group's connections.
@@ -176,7 +176,7 @@ class _Sum:
 
 
 class Coming:
-    """The result of a sum to which this process contributes, as something to wait for."""
+    """A handle to wait for the result of a sum to which this process contributes."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -213,7 +213,7 @@ class SummingServer:
         self._own = own
         self._own_sums: dict[int, tuple[torch.Tensor, Coming]] = {}  # by number: where the sum goes, and its waiter
         others = [rank for rank in range(workers) if rank != own]
-        # Each server begins with another worker, given by its position.
+        # Each server begins with a different worker, given by its position.
         turns = sorted(others, key=lambda rank: (rank - group.rank()) % workers)
         self._lock = threading.Lock()  # guards the sums in progress; nothing is called with it held
         self._sums: dict[int, _Sum] = {}
@@ -270,7 +270,7 @@ class SummingServer:
         return self._over.wait(timeout) and self._failure is None
 
     def stop(self, timeout: float) -> None:
-        """Stop sending, on a worker, and end all threads, once the group is idle or its connections are broken."""
+        """Stop sending and end all threads, on a worker; the group has to be idle, or its connections broken."""
         self._fail(RuntimeError("the fit has ended"))
         deadline = time.monotonic() + timeout
         self._replies.stop(timeout)
@@ -301,7 +301,7 @@ class SummingServer:
             self._lost(self._ranks[rank], "its connection to this parameter server has ended", error)
         except BaseException as error:
             self._fail(error)
-        finally:  # ends the summing thread, which takes that for an end in order unless the failure is known before
+        finally:  # end the summing thread, to which this means an end in order unless a failure is recorded first
             self._pushed[rank].put(None)
 
     def _take_headers(self, rank: int) -> None:
@@ -382,7 +382,7 @@ def await_goodbyes(servers: Sequence[SummingServer], gone: Callable[[], bool]) -
 
     Raises:
         RankFailedError: If a worker has died.
-        UnsupportedError: If a worker's push does not fit another one's.
+        UnsupportedError: If a worker's push does not fit another worker's.
     """
 
     def failure() -> BaseException | None:

@@ -49,7 +49,7 @@ def make_codec(spec: str, *, option: str = "compression") -> Codec:
     make, parsers, least = _KINDS[name]
     if not least <= len(given) <= len(parsers):
         count = f"{least} to {len(parsers)}" if least != len(parsers) else str(least)
-        raise OptionError(option, spec, _FORMS, f"{name!r} has {count} parameters after a colon each.")
+        raise OptionError(option, spec, _FORMS, f"{name!r} takes {count} parameters, each after a colon.")
     try:
         return make(*(parse(text) for parse, text in zip(parsers, given, strict=False)))
     except OptionError as error:

@@ -1,8 +1,8 @@
 """The interface of all compressors.
 
 A *part* is a flat tensor: a partition of a gradient, a shard of one, or a pseudo-gradient. A *payload* is its encoding:
-a flat tensor of bytes on the same device, which with the number of elements is enough to decode it. Machines must be
-little-endian.
+a flat tensor of bytes on the same device. The payload and the number of elements suffice to decode the part. Machines
+must be little-endian.
 
 Non-finite values survive: at least one decoded element is then not finite. So a gradient scaler, or a check for
 divergence, sees the same as without compression.
@@ -38,7 +38,7 @@ class Compressor(ABC):
         Args:
             part: Flat floating-point tensor; not changed.
             seed: Random seed: the same on all workers, different for every step and part.
-            worker: Number that gives each worker other random numbers, where they must differ.
+            worker: The worker's number, for random numbers that must differ between workers.
 
         Returns:
             Flat, uint8, on the part's device.

@@ -41,11 +41,11 @@ _BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "int8": 8, "int4": 4}
 _QUANTISED = ("int8", "int4")
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LARGEST_FP16 = 65504.0
-_LARGEST_INTEGER = {"int8": 128, "int4": 8}  # that a payload can hold, even if another program made it
+_LARGEST_INTEGER = {"int8": 128, "int4": 8}  # in any payload, even one that another program made
 BLOCKS = {8: 256, 4: 128}
 """Elements that share a scale of 4 bytes, by bits per element: 1.6 % on top of int8, 6 % on top of int4."""
 _CHUNK = 1 << 16  # per thread, a multiple of all blocks; with scratch it fits into a cache of 1 MB
-_THREADS = 8  # of torch's per chunk; with more, starting them costs more than it saves
+_THREADS = 8  # most torch threads per chunk; starting more costs more than it saves
 _LEVELS = {8: 127, 4: 7}
 _SMALLEST_BLOCK, _LARGEST_BLOCK = min(BLOCKS.values()), max(BLOCKS.values())
 _STEP = 2.0**-16  # between the numbers that stochastic rounding adds
@@ -69,7 +69,7 @@ def chunks_of(elements: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def generator_on(device: torch.device, *seed: int) -> torch.Generator:
-    """Return a generator for a device other than a CPU, seeded with integers from 0 on of any size."""
+    """Return a generator for a device other than a CPU, seeded with integers of any size, 0 or more."""
     whole = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
     return torch.Generator(device=device).manual_seed(whole >> 1)
 

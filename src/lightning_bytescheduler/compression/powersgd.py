@@ -82,8 +82,8 @@ class Matrix:
     Attributes:
         residual: Flat, fp32.
         right: Q of the last step, ``(columns, rank)``; filled with that of this step.
-        later: The parameter's own residual, if the parameter has no gradient on this rank. If that holds on all ranks,
-            nothing is applied, so it is not sent now; ``residual``, zeros at first, is added to it at the end.
+        later: The parameter's own residual, if the parameter has no gradient on this rank. It is not sent now, as
+            nothing is applied if no rank has a gradient. At the end, ``residual``, zeros at first, is added to it.
     """
 
     first: int

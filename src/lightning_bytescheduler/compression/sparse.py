@@ -21,7 +21,7 @@ KEPT_AS: tuple[DenseKind, ...] = ("fp32", "bf16", "int8", "int4")
 """Encodings of the kept elements."""
 _STRETCH = 255  # elements, so that the number of kept ones, and each position, fit into a byte
 _SAMPLE = 64  # one element in so many is sampled to guess a threshold
-_FEWEST = 4096  # elements for which a guess pays
+_FEWEST = 4096  # elements: with fewer, guessing a threshold does not pay
 _MAGNITUDE = 0x7FFFFFFF  # a number's bits without its sign: as integers they are ordered by magnitude, NaN last
 
 
@@ -163,7 +163,7 @@ def largest_indices(values: Tensor, count: int) -> Tensor:
 def _candidates(magnitudes: Tensor, count: int) -> Tensor | None:
     """Return the positions of somewhat more than ``count`` largest elements; ``None`` if the guess was wrong.
 
-    There are fewer only if they are all that are not zero.
+    There are fewer only if all other elements are zero.
     """
     size = magnitudes.numel()
     if size < _FEWEST:

@@ -11,7 +11,7 @@ round, and a weight that moves slowly never moves; stochastic rounding is unbias
 on the seed: the same seed and tensor give the same bytes on the same kind of device.
 
 With a *residual*, what one payload leaves out is added to the next (error feedback). ``sparse`` sends only the largest
-elements, in 4 bits, 14 bits each with their positions; without a residual, the others are lost.
+elements, each in 4 bits, or 14 bits with its position; without a residual, the others are lost.
 """
 
 from __future__ import annotations

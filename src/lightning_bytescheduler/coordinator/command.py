@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=(),
         metavar="FILE",
-        help="CERT KEY [CLIENT_CA]: certificate chain, its private key, and who must have signed workers' certificates",
+        help="CERT KEY [CLIENT_CA]: certificate chain, its private key, and the authority of workers' certificates",
     )
     keeping = parser.add_argument_group("what is kept")
     keeping.add_argument(
@@ -144,7 +144,7 @@ def _announce(server: CoordinatorServer, options: argparse.Namespace, access: Se
         flush=True,
     )
     if options.state is None:
-        log.warning("Without --state, a run that is stopped cannot go on: its weights are in memory alone.")
+        log.warning("Without --state, a run that is stopped cannot go on: its weights are only in memory.")
 
 
 def _wait(server: CoordinatorServer, *, stays: bool) -> int:

@@ -1,10 +1,10 @@
-"""One worker's WebSocket: frames in, frames out, and what is wrong with either.
+"""One worker's WebSocket: takes frames, checks them, and sends frames.
 
-The coordinator answers each frame of the worker with a frame that has ``heard`` it. Other messages wait in a bounded
-queue, and go out as one frame as soon as the frame before has been sent. Of several acknowledgements only the last is
-sent. A worker that does not read is cut off; its lease goes on, and it may come back.
+The coordinator answers each frame of the worker with a frame whose ``heard`` is the worker's number. Other messages
+wait in a bounded queue, and go out as one frame as soon as the last frame has been sent. Of several acknowledgements
+only the last is sent. A worker that does not read is cut off; its lease goes on, and it may come back.
 
-No member can keep the event loop to itself: its frames have a rate limit, and transfers that stall are cut off.
+No member can block the event loop: its frames have a rate limit, and stalled transfers are cut off.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_bytescheduler.exceptions import OptionError
 
 
 class Transfer:
-    """A transfer that should make progress. :class:`Stalls` looks at it regularly, instead of a timeout for each piece.
+    """A transfer that should make progress. :class:`Stalls` checks that regularly; single pieces have no timeout.
 
     Args:
         cut: Ends the transfer.
@@ -40,7 +40,7 @@ class Transfer:
 
 
 class Stalls:
-    """Watches over transfers on one event loop.
+    """Watches the transfers of one event loop.
 
     Args:
         seconds: Seconds without progress after which a transfer is cut off.
@@ -52,7 +52,7 @@ class Stalls:
 
     @contextmanager
     def watch(self, cut: Callable[[], object] | None = None) -> Iterator[Transfer]:
-        """Watch over a transfer within this context. The caller sets ``moved`` whenever it makes progress.
+        """Watch a transfer within this context. The caller sets ``moved`` whenever it makes progress.
 
         Args:
             cut: Ends the transfer; if left out, this task is cancelled.
@@ -99,8 +99,7 @@ class RateLimit:
             longest: Most seconds that the event may be delayed; ``None`` for no limit.
 
         Returns:
-            Seconds by which to delay the event. ``None`` if that is more than ``longest``; the event was not counted
-                then.
+            Seconds by which to delay the event; ``None`` if they exceed ``longest``, and then it was not counted.
         """
         now = self._clock()
         self._left = min(self._left + (now - self._at) * _PER_SECOND, _BURST)
@@ -115,7 +114,7 @@ class RateLimit:
 _MOST_QUEUED = 500  # messages
 _MOST_IN_FRAME = 1000  # messages
 _MOST_BYTES = 1 << 20  # of a frame after the first
-_REASON_BYTES = 120  # the room that a closing frame has
+_REASON_BYTES = 120  # most that fit into a closing frame
 
 
 class Connection:
@@ -126,7 +125,7 @@ class Connection:
         transport: The transport under the WebSocket.
         member: The worker.
         stalls: Cuts the worker off if it does not read.
-        hear: Called with a frame's messages and the time at which they came; raises ``OptionError`` if one is wrong.
+        hear: Called with a frame's messages and the time of their arrival; raises ``OptionError`` if one is wrong.
     """
 
     def __init__(
@@ -183,7 +182,7 @@ class Connection:
         return None if self._cut or self._socket.closed else self._heard_at
 
     async def _ask_whether_alive(self) -> None:
-        with contextlib.suppress(ConnectionError, RuntimeError):  # the task that reads from it sees the error, too
+        with contextlib.suppress(ConnectionError, RuntimeError):  # the task that reads sees the error, too
             await self._socket.ping()
 
     def cut(self, reason: str) -> None:
@@ -192,7 +191,7 @@ class Connection:
             return
         self._cut = reason
         self._queue.clear()
-        if self._sending:  # a worker that does not read would not get the reason either
+        if self._sending:  # the worker does not read, so it would not get the reason
             if self._transport is not None:
                 self._transport.abort()
         else:
@@ -246,7 +245,7 @@ class Connection:
             finally:
                 self._hearing = False
             self._heard = frame.number
-            if pause := self._limit.take():  # a worker sends no other frame before the answer
+            if pause := self._limit.take():  # a worker sends its next frame after the answer
                 await asyncio.sleep(pause)
             await self._flush()
             if self._ends:
@@ -260,7 +259,7 @@ class Connection:
 
     async def _flush(self) -> None:
         if self._sending:
-            return  # the task that is sending takes the rest along
+            return  # the task that is sending also sends these
         self._sending = True
         try:
             if self._transport is not None and self._transport.get_write_buffer_size():

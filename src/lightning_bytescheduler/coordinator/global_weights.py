@@ -73,7 +73,7 @@ class GlobalWeights:
             for fragment, pieced in enumerate(self.formats)
             if (key := f"{RESIDUALS}{fragment}") in tensors
         }
-        self._lost: Tensor | None = None  # the same after the mean of the coming outer step
+        self._lost: Tensor | None = None  # the fragment's new residual, until its outer step
         self._kept: OrderedDict[int, Merge] = OrderedDict()
 
     def sum_of(self, fragment: int) -> UpdateSum:
@@ -107,7 +107,7 @@ class GlobalWeights:
             size -= _bytes_of(dropped)
 
     async def step(self, merge: Merge, sums: UpdateSum | None) -> None:
-        """Take the outer step along the mean of :meth:`mean`. Its sum is free for another round afterwards."""
+        """Take the outer step along the mean that :meth:`mean` formed. The sum is free for another round afterwards."""
         if sums is not None:
             await sums.reopen()
             self._spare[merge.fragment] = sums

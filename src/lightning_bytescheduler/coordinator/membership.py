@@ -56,7 +56,7 @@ class Member:
         connections: Number of open connections.
         silent: Whether it has no connection, and was not heard of for a while.
         given_up: Whether its lease is over: it is not a member, but its name is kept for it.
-        ready: How it has joined the rounds, also before there are any.
+        ready: The message with which it last joined the rounds, even before there are any.
         begins_anew: Whether it gets other weights as it joins, so that its steps so far do not count.
         bytes_in: Bytes of updates received from it.
         bytes_out: Bytes of means and states sent to it.
@@ -104,7 +104,7 @@ class Membership:
         lease: Seconds without a sign of life after which a member is given up.
         silence: Seconds without a sign of life after which a member without a connection is silent.
         expiry: Seconds for which the name and session of a member that was given up are kept.
-        most: Most members at a time; the last so many that were given up are remembered.
+        most: Most members at a time, and most of those given up that are remembered.
         make_session: Makes a session; tests replace it.
     """
 
@@ -122,7 +122,7 @@ class Membership:
         self._expiry = expiry
         self._most = most
         self._make_session = make_session
-        self._known: dict[str, Member] = {}  # by name, with those given up; the latest to become either is last
+        self._known: dict[str, Member] = {}  # by name, with those given up, in the order in which they became either
         self._by_digest: dict[str, Member] = {}
         self._incarnations = 0
         self._appointed: str | None = None
@@ -200,7 +200,7 @@ class Membership:
             self._appoint()
 
     def fall_silent(self, now: float) -> tuple[Member, ...]:
-        """Mark members that are silent, and appoint another leader if the leader is and another can. Call it regularly.
+        """Mark silent members, and replace a silent leader if another member is connected. Call it regularly.
 
         Returns:
             Members that have become silent, each once per silence.
@@ -211,8 +211,8 @@ class Membership:
         for member in new:
             member.silent = True
             log.warning(
-                "%s has no connection, and was not heard of for %.0f s. No round counts on it, others get its slices, "
-                "and the lead if it has it. After %.0f s it is given up.",
+                "%s has no connection, and was not heard of for %.0f s. No round counts on it, and others get its "
+                "slices, and the lead if it leads. After %.0f s it is given up.",
                 member.name,
                 now - member.heard,
                 self._lease,
@@ -231,7 +231,7 @@ class Membership:
         """
         over = sorted((one for one in self if now >= one.heard + self._lease), key=lambda member: member.heard)
         for member in over:
-            # The end of each connection discounts it, as the member may be back before its old connections are closed.
+            # Its connections still count until each is closed, as the member may be back before that.
             self._put_last(member, given_up=True)
         self._forget_given_up(now)
         self._appoint()

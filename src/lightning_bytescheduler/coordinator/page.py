@@ -65,38 +65,38 @@ def _metrics(status: RunStatus) -> Iterator[Metric]:
     info = GaugeMetricFamily(f"{_PREFIX}info", "Version of the package.", labels=["version"])
     info.add_metric([status.version], 1)
     yield info
-    yield from gauge("uptime_seconds", "Since this coordinator was started.", status.uptime)
-    yield from gauge("round", "That is on.", status.round)
-    yield from gauge("round_left", "To go in this round, in the target's unit.", status.left)
+    yield from gauge("uptime_seconds", "Seconds since this coordinator was started.", status.uptime)
+    yield from gauge("round", "The current round.", status.round)
+    yield from gauge("round_left", "What remains of this round, in the target's unit.", status.left)
     yield from gauge("weights_version", "Rounds that are part of the weights.", status.weights_version)
-    yield from gauge("parameters", "Numbers that are trained.", status.parameters)
+    yield from gauge("parameters", "Elements that are trained.", status.parameters)
     yield from gauge("saved_round", "The last round that is part of a saved state.", status.saved_round)
-    yield from gauge("spool_bytes", "Held by updates that are not added yet.", status.spool_bytes)
-    yield CounterMetricFamily(f"{_PREFIX}samples", "That have become part of the weights.", value=status.samples)
+    yield from gauge("spool_bytes", "Bytes of updates that are not added yet.", status.spool_bytes)
+    yield CounterMetricFamily(f"{_PREFIX}samples", "Samples that are part of the weights.", value=status.samples)
 
     states = Counter(worker.state if worker.state in _STATES else "other" for worker in status.workers)
     known: dict[str, float] = {state: states.get(state, 0) for state in (*_STATES, "other")}
-    yield by(GaugeMetricFamily, "workers", "By what they do.", "state", known)
+    yield by(GaugeMetricFamily, "workers", "Workers by what they do.", "state", known)
     connected = [worker for worker in status.workers if worker.connected]
-    yield from gauge("workers_connected", "Whose connection is open.", len(connected))
+    yield from gauge("workers_connected", "Workers whose connection is open.", len(connected))
     speeds = [worker.samples_per_second for worker in connected if worker.samples_per_second is not None]
     yield from gauge("samples_per_second", "Of all connected workers.", sum(speeds))
 
     if status.rounds:
         last = status.rounds[-1]
-        yield from gauge("last_round_seconds", "That the last round took.", last.seconds)
-        yield from gauge("last_round_samples", "That were merged in it.", last.samples)
-        yield from gauge("last_round_merged", "Workers whose updates were merged in it.", last.merged)
-        yield from gauge("last_round_participation", "Share of live workers merged in it.", last.participation)
+        yield from gauge("last_round_seconds", "Seconds that the last round took.", last.seconds)
+        yield from gauge("last_round_samples", "Samples that the last round merged.", last.samples)
+        yield from gauge("last_round_merged", "Workers whose updates the last round merged.", last.merged)
+        yield from gauge("last_round_participation", "Share of live workers that it merged.", last.participation)
         yield from gauge("loss", "Mean of the last round, where workers report one.", last.loss)
     if status.slices is not None:
         slices = {"unfinished": float(status.slices.unfinished), "quarantined": float(len(status.slices.quarantined))}
-        yield from gauge("epoch", "Of the data.", status.slices.epoch)
-        yield by(GaugeMetricFamily, "slices", "Of the data in this epoch.", "state", slices)
+        yield from gauge("epoch", "Epoch of the data, from 0.", status.slices.epoch)
+        yield by(GaugeMetricFamily, "slices", "Slices of this epoch.", "state", slices)
         samples = {"all": status.slices.samples, "trained": status.slices.trained, "dropped": status.slices.dropped}
         samples["trained_of_the_next"] = status.slices.ahead
-        yield by(GaugeMetricFamily, "epoch_samples", "Of the data in this epoch.", "state", samples)
-    yield by(CounterMetricFamily, "events", "Since this coordinator was started.", "event", status.counters)
+        yield by(GaugeMetricFamily, "epoch_samples", "Samples of this epoch.", "state", samples)
+    yield by(CounterMetricFamily, "events", "Events since this coordinator was started.", "event", status.counters)
 
 
 def _words(values: Mapping[str, float]) -> dict[str, float]:
@@ -111,13 +111,13 @@ PUBLIC_PATHS = (PAGE_PATH, HEALTH_PATH)
 
 
 def _source(kind: str, text: str) -> str:
-    """The policy's entry for the text between the page's own tags."""
+    """The policy's entry for the text between the page's ``kind`` tags: its hash."""
     inner = "".join(re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL))
     return "'sha256-" + base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode() + "'"
 
 
 def page_headers(text: str) -> dict[str, str]:
-    """The headers of the page: its own script and style run; nothing else is loaded, framed or sent elsewhere."""
+    """The page's headers: only its own script and style run; it cannot be framed, or send data elsewhere."""
     policy = (
         f"default-src 'none'; script-src {_source('script', text)}; style-src {_source('style', text)}; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -1,8 +1,8 @@
 """Bulk traffic: updates up, means and the state down, and the first weights up.
 
-What is uploaded is checked (length, digest, every value) before the run hears of it. An update is then added to its sum
-in threads; a merge waits for additions under way, so that the record of a round says what is in its sum. A connection
-that dies half-way leaves nothing.
+Uploads are checked (length, digest, every value) before they count. An update is then added to its sum in threads; a
+merge waits for additions under way, so that the record of a round says what is in its sum. A connection that dies
+half-way leaves nothing.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from lightning_bytescheduler.slices.tracker import TrainedRun
 
 
 def problem(status: int, error: str, *, retry_after: float | None = None) -> web.Response:
-    """An answer that says what is wrong.
+    """Return an answer that says what is wrong.
 
     Args:
-        status: Of HTTP.
-        error: In words.
-        retry_after: Seconds after which it may be tried again.
+        status: The HTTP status.
+        error: What is wrong, in words.
+        retry_after: Seconds after which the client may try again.
     """
     headers = {} if retry_after is None else {"Retry-After": str(max(round(retry_after), 1))}
     body = msgspec.json.encode({"error": error})
@@ -71,9 +71,9 @@ class BulkRoutes:
 
     Args:
         run: The core of the run.
-        room: Of uploads, until they are added.
-        stalls: Cuts off transfers that do not get on.
-        begin: Called with what the run begins with, as ``GlobalWeights`` takes it.
+        room: Memory for uploads, until they are added.
+        stalls: Cuts off transfers that stall.
+        begin: Called with the first weights, as ``GlobalWeights`` takes them.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class BulkRoutes:
         self.weights: GlobalWeights | None = None
         self._sums: dict[int, UpdateSum] = {}
         self._uploads: dict[tuple[str, int], asyncio.Task[object]] = {}  # by worker and round
-        self._downloads = 0  # of means
-        self._written = (-1, "", memoryview(b""))  # version, chain and the state, which is in a file without a name
+        self._downloads = 0  # of means, under way
+        self._written = (-1, "", memoryview(b""))  # version, chain, and the state in a nameless file
         self._writing = asyncio.Lock()
 
     # ── Updates ───────────────────────────────────────────────────────────
@@ -143,7 +143,7 @@ class BulkRoutes:
     async def _alone(
         self, request: web.Request, weights: GlobalWeights, offer: Offer, digest: str, trained_bytes: int
     ) -> web.StreamResponse:
-        """Take the newest upload of a worker's update: one before it that is not complete is of a dead connection."""
+        """Take a worker's update. An earlier, incomplete upload of it came by a dead connection, and is ended."""
         key = (offer.member.name, offer.round)
         former, task = self._uploads.get(key), asyncio.current_task()
         if former is not None:
@@ -161,7 +161,7 @@ class BulkRoutes:
                     del self._uploads[key]
             self._run.count("bytes_in", upload.length)
             offer.member.bytes_in += upload.length
-            # A worker that goes away now has sent its update all the same.
+            # The update is complete, so it counts even if the worker goes away now.
             return await asyncio.shield(self._take(offer, upload, digest))
         except OptionError as error:
             self._run.count("updates_refused")
@@ -171,19 +171,19 @@ class BulkRoutes:
             raise
 
     async def _trained_in(self, request: web.Request, length: int) -> tuple[TrainedRun, ...]:
-        """The samples that an update was made of, which are in front of it."""
+        """Read the samples that an update was made of; they come before it in the body."""
         found = bytearray()
         await self._read(request.content.read, length, found.extend)
         try:
             return _TRAINED.decode(found)
         except (msgspec.DecodeError, UnicodeError) as error:
-            raise OptionError("update", "what is in front of it", f"a list of samples ({error})") from error
+            raise OptionError("update", "its beginning", f"preceded by a list of samples ({error})") from error
 
     async def _receive(self, request: web.Request, upload: Upload) -> None:
-        """Take in the rest of a body; its room is given back if it does not come in whole."""
+        """Receive the rest of a body; give its room back unless the body comes in whole."""
         try:
-            # Whole chunks, as the rest is the last part: a body that is longer than its length, as a compressed one is
-            # here, is seen.
+            # Reads are not limited to the announced length, as this is the body's last part. So a longer body, such as
+            # a compressed one, is refused by ``write``.
             await self._read(lambda _: request.content.readany(), upload.length, upload.write)
         except BaseException:
             upload.close()
@@ -192,7 +192,7 @@ class BulkRoutes:
     async def _read(
         self, read: Callable[[int], Awaitable[bytes]], length: int, write: Callable[[bytes], object]
     ) -> None:
-        """Hand on so many bytes of a body as they come."""
+        """Pass ``length`` bytes of a body to ``write`` as they come."""
         try:
             with self._stalls.watch() as transfer:
                 while length > 0:
@@ -214,7 +214,7 @@ class BulkRoutes:
                 raise OptionError(DIGEST_HEADER, digest, "that of the body, which came in damaged")
             if not math.isfinite(update.largest):
                 raise OptionError("update", "infinities or NaN in it", "finite")
-            # Time has passed, and the round may be over. From here on nothing is waited for until it is announced.
+            # Time has passed, and the round may be over. There is no await from here until the update is announced.
             if (seen := run.contributions.seen(offer)) is not None:
                 return self._again(seen)
             place = run.place_of(offer)
@@ -224,7 +224,7 @@ class BulkRoutes:
             try:
                 run.arrived(offer, time.monotonic(), place)
             finally:
-                if place.weight:  # whatever has failed: a merge waits for what was begun
+                if place.weight:  # even after an error, as a merge waits for each update that was begun
                     await sums.add(update)
         return _receipt("added" if place.weight else "dropped", place.weight)
 
@@ -232,14 +232,14 @@ class BulkRoutes:
         sums = self._sums.get(round)
         if sums is None:
             if self.weights is None:
-                raise RuntimeError("There are no weights to sum updates of.")
+                raise RuntimeError("Updates cannot be summed before there are weights.")
             sums = self._sums[round] = self.weights.sum_of(fragment)
         return sums
 
     async def settled(self, merge: Merge) -> UpdateSum | None:
-        """The sum of a round that is to be merged, once everything that was announced is in it.
+        """Return the sum of a round to merge, once all announced updates are in it.
 
-        What is still on its way for that round is cut, as it could only be dropped: it holds room that others need.
+        Uploads under way for that round or earlier ones are cut: they hold room, and would only be dropped.
         """
         self._cut(lambda _, round: round <= merge.round)
         sums = self._sums.pop(merge.round, None)
@@ -250,7 +250,7 @@ class BulkRoutes:
         return sums if merge.counts else None
 
     def _again(self, seen: Place) -> web.Response:
-        """Answer an update that was there before."""
+        """Answer an update that has come before."""
         self._run.count("updates_again")
         return _receipt("again", seen.weight)
 
@@ -262,7 +262,7 @@ class BulkRoutes:
         lineage = self._run.lineage
         mean = None if self.weights is None else self.weights.kept(round)
         if mean is None or mean.fragment != fragment or round > lineage.version:
-            why = "is kept no longer" if round <= lineage.version else "has not ended"
+            why = "was dropped" if round <= lineage.version else "has not ended"
             return problem(404, f"There is no mean of fragment {fragment} in round {round}: it {why}.")
         said = {TOTAL_HEADER: str(mean.total), DIGEST_HEADER: mean.digest, CHAIN_HEADER: lineage.chains.get(round, "")}
         self._downloads += 1
@@ -292,18 +292,18 @@ class BulkRoutes:
         return response
 
     async def give_way(self, merge: Merge) -> None:
-        """Let a large mean go out first, for a second at most: workers wait for it, and none for the outer step."""
+        """Let a large mean go out before the outer step, for a second at most: workers wait only for the mean."""
         if merge.payload is None or merge.payload.numel() < _LARGE:
             return
         began = time.monotonic()
-        await asyncio.sleep(_ASKED_S)  # workers hear of the round's end
+        await asyncio.sleep(_ASKED_S)  # until workers have heard of the round's end, and ask for the mean
         while self._downloads and time.monotonic() - began < _LONGEST_S:
             await asyncio.sleep(_LOOK_S)
 
     # ── The state ───────────────────────────────────────────────────────────
 
     async def get_state(self, request: web.Request, member: Member) -> web.StreamResponse:
-        """Hand out the state, from a file: a slow worker holds no memory, and up no step."""
+        """Hand out the state from a file, so that a slow worker neither holds memory nor delays a step."""
         weights, lineage = self.weights, self._run.lineage
         if weights is None:
             return problem(503, "The first worker has not sent the first weights yet.", retry_after=1)
@@ -311,7 +311,7 @@ class BulkRoutes:
             async with weights.still:
                 now = lineage.version, lineage.chain
                 snapshot = None if self._written[:2] == now else await weights.snapshot()
-            if snapshot is not None:  # of the moment; a slow disk does not hold up the next step
+            if snapshot is not None:  # a copy, so that a slow disk does not delay the next step
                 snapshot = {name: tensor for name, tensor in snapshot.items() if not name.startswith(RESIDUALS)}
                 self._written = (*now, await asyncio.get_running_loop().run_in_executor(None, _in_a_file, snapshot))
                 del snapshot
@@ -320,7 +320,7 @@ class BulkRoutes:
         return await self._send(request, member, state, said, on_disk=True)
 
     async def put_state(self, request: web.Request, member: Member) -> web.StreamResponse:
-        """Take the first weights, of the worker that was asked for them."""
+        """Take the first weights from the worker that was asked for them."""
         run = self._run
         if not run.provides(member):
             return problem(409, "The first weights are there, or another worker is to send them.")
@@ -337,7 +337,7 @@ class BulkRoutes:
         return web.json_response({"parameters": 0 if self.weights is None else self.weights.parameters})
 
     async def _weights_in(self, request: web.Request, length: int) -> dict[str, Tensor]:
-        """The weights in a body, which is not held any more then."""
+        """Return the weights in a body. Its room is free afterwards."""
         upload = await self._room.take(length, timeout=_ROOM_SECONDS)
         await self._receive(request, upload)
         with upload:
@@ -379,7 +379,7 @@ def _whole(headers: Mapping[str, str], name: str, *, default: int | None = None)
     return int(text)
 
 
-_HEADER_BYTES = 4096  # of a safetensors file, and for each parameter
+_HEADER_BYTES = 4096  # most bytes of a safetensors header, in all and for each tensor
 
 
 def state_bytes(model: tuple[ModelParameter, ...]) -> int:

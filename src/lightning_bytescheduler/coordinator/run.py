@@ -1,13 +1,13 @@
-"""The core of a run: members, rounds, what each update becomes, what all are told. No I/O; the clock is an argument.
+"""The core of a run: members, rounds, what becomes of updates, what workers are told. No I/O; the clock is an argument.
 
-It hosts the rounds, and holds what follows a round's end until the mean is there. What costs time (adding updates, the
-mean, the outer step) is not done here: ``merge`` is called with what is to be merged, and :meth:`Run.merged` says that
-it was.
+It hosts the rounds. Messages that follow a round's end are held until its mean is there. Slow work (adding updates, the
+mean, the outer step) is not done here: ``merge`` is called with a round to merge, and the service calls
+:meth:`Run.merged` when that is done.
 
 For one thread.
 
-Whose updates are part of a round's sum: the sum and this book change together, so that the record of a round and the
-weights of what was merged are those of the sum, also if the worker has left since.
+:class:`Contributions` records which updates are part of a round's sum, and changes together with the sum. So a round's
+record and weights are those of the sum, even if a worker has left since.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CoordinatorOptions:
 
     Attributes:
         run: What all workers have in common.
-        rounds: When rounds end, and who is waited for; ``outer_steps`` is that of ``run``, and
+        rounds: When rounds end, and which workers they wait for; ``outer_steps`` is that of ``run``, and
             ``closing_rounds`` follows from its ``fragments``.
         lease: Seconds without a sign of life after which a worker is given up.
 
@@ -81,10 +81,10 @@ class CoordinatorOptions:
 
 
 class Place(NamedTuple):
-    """What an update counts.
+    """What an update counts for.
 
     Attributes:
-        weight: In the sum of its round; 0 if it is dropped.
+        weight: Its weight in the sum of its round; 0 if it is dropped.
         is_late: Whether that round is over.
     """
 
@@ -114,18 +114,18 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     trained: tuple[TrainedRun, ...] = ()
 
 
-_REMEMBERED = 8  # rounds that have been merged
+_REMEMBERED = 8  # last rounds, for which repeated updates are recognised
 
 
 class Contributions:
-    """Booked updates of the round that is on, and of the last ones that were merged, to know them again."""
+    """Booked updates of the current round, and of the last merged rounds, by which repeated ones are recognised."""
 
     def __init__(self) -> None:
         self._of_round: dict[int, list[Offer]] = {}
         self._seen: dict[tuple[str, int, int, int], Place] = {}  # by worker, incarnation, round and fragment
 
     def seen(self, offer: Offer) -> Place | None:
-        """What became of the same update before, or ``None`` if there was none in time."""
+        """What became of the same update when it came before, or ``None`` if it did not come in time."""
         return self._seen.get((offer.member.name, offer.member.incarnation, offer.round, offer.fragment))
 
     def book(self, offer: Offer, place: Place) -> None:
@@ -135,18 +135,18 @@ class Contributions:
             self._of_round.setdefault(offer.round, []).append(offer)
 
     def take(self, round: int) -> tuple[Offer, ...]:
-        """What is in the sum of a round, at its end; it is forgotten."""
+        """Return the updates in the sum of a round at its end, and forget them."""
         taken = tuple(self._of_round.pop(round, ()))
         self._seen = {key: seen for key, seen in self._seen.items() if key[2] > round - _REMEMBERED}
         return taken
 
 
 def corrected(record: RoundRecord, merged: Mapping[str, Offer]) -> RoundRecord:
-    """A round's record as the sum has it: also who has left since its update came, and without whose never did.
+    """A round's record as the sum has it: a worker is merged if its update is in the sum, even if it has left since.
 
     Args:
-        record: By the batch scheduler.
-        merged: What was merged of this round, by worker.
+        record: The batch scheduler's record.
+        merged: The updates that were merged, by worker.
     """
     workers = []
     for worker in record.workers:
@@ -167,15 +167,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Merge:
-    """A round that is to be merged, and what it has come to.
+    """A round that is to be merged, and the result.
 
     Attributes:
         round: Its number.
-        fragment: That it synchronises.
+        fragment: The fragment that it synchronises.
         counts: Whether its sum is to become part of the weights; not without a quorum.
-        record: Of the round, by the batch scheduler.
+        record: The batch scheduler's record of the round.
         payload: Its mean in the wire format, as workers get it; ``None`` if nothing was merged, or not yet.
-        digest: Of the payload; empty without one.
+        digest: The payload's digest; empty without a payload.
         total: The sum of the weights.
     """
 
@@ -189,17 +189,17 @@ class Merge:
 
 
 class Lineage:
-    """Where the global weights stand, and who can get there by which means: versions and chains of the last rounds.
+    """The version and chain of the global weights, and those of the last rounds, from which kept means lead to them.
 
     Args:
-        version: Of the weights.
-        chain: Of the same; that of the beginning of a run by default.
+        version: Version of the weights.
+        chain: The chain of that version; by default that of a run's beginning.
     """
 
     def __init__(self, version: int = 0, chain: str = "0" * 32) -> None:
         self.version = version
         self.chain = chain
-        self.chains = {version: chain}  # from where weights can follow by the means that are kept
+        self.chains = {version: chain}  # chains by version, as far back as kept means reach
 
     def merged(self, merge: Merge, *, oldest_mean: int) -> None:
         """A round has become part of the weights; see ``Run.merged``."""
@@ -214,7 +214,7 @@ class Lineage:
 
 
 class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of a run over a restart, beside its weights and slices."""
+    """The state of a run that is kept over a restart, beside its weights and slices."""
 
     version: Annotated[int, msgspec.Meta(ge=0)]
     chain: str
@@ -228,13 +228,13 @@ class Run:
     """The core of a run.
 
     Args:
-        options: Of the coordinator.
+        options: The coordinator's options.
         post: Sends a message to a worker, without waiting.
-        merge: Called when a round is to be merged; :meth:`merged` is to be called once it was, before the next.
+        merge: Called when a round is to be merged. :meth:`merged` has to be called when that is done.
         on_round: Called with each round that has ended.
         on_leave: Called with each worker that has left or was given up.
-        on_no_provider: Called when the worker has gone that was to send the first weights: of those who come back,
-            one is asked.
+        on_no_provider: Called when the worker that was to send the first weights has left: one of those that say hello
+            again is asked.
         slices: The training data, if the coordinator hands it out.
     """
 
@@ -265,10 +265,10 @@ class Run:
         self._on_no_provider = on_no_provider
         self.contributions = Contributions()
         self._provider: Member | None = None  # the worker that is to send the first weights
-        self._awaited: set[str] = set()  # after a restart, who was there before and is not back
+        self._awaited: set[str] = set()  # after a restart: workers that are not back yet
         self._hold_until: float | None = None  # until then no round begins
         self.merging: Merge | None = None  # the round that is being merged
-        self.leader: str | None = None  # who validates, logs and saves for all
+        self.leader: str | None = None  # the worker that validates, logs and saves for all
 
     # ── Joining and leaving ───────────────────────────────────────────────────────────
 
@@ -285,9 +285,7 @@ class Run:
             return Refusal(reason=reason)
         former = self.members.by_name(hello.worker)
         if former is not None and not former.connected and not hello.session:
-            log.warning(
-                "%s was started anew: what it held goes back. Each worker needs a name of its own.", former.name
-            )
+            log.warning("%s was started anew: its slices go back. Each worker needs its own name.", former.name)
             self.leave(former, now)
         member = self.members.join(hello, now)
         self.count("rejoined" if member.session == hello.session else "joined")
@@ -297,7 +295,7 @@ class Run:
             self._provider = member
         provide = self.provides(member)
         self._appoint()
-        # Version 0 with the first chain is what every worker begins with, and not the run's first weights.
+        # Every worker begins with version 0 and the first chain. These are not the run's first weights.
         has_place = bool(hello.session) and self.lineage.chains.get(hello.version) == hello.chain
         fetch = not provide and not (self.has_weights and has_place)
         member.begins_anew = fetch or provide
@@ -318,7 +316,7 @@ class Run:
         return not self.has_weights and self._provider is member
 
     def provided(self, now: float) -> None:
-        """The first weights are there: who waits for them can begin."""
+        """The first weights are there: workers that wait for them can begin."""
         self.has_weights = True
         self._provider = None
         self._let_in(now)
@@ -343,7 +341,7 @@ class Run:
         member.ready = None
         self._awaited.discard(member.name)
         if not self.has_weights and not len(self.members):
-            self.model = ()  # no worker is left that would know it
+            self.model = ()  # no worker is left that has this model
         self._on_leave(member)
         if self._provider is member:
             self._provider = None
@@ -364,10 +362,10 @@ class Run:
     # ── Rounds ───────────────────────────────────────────────────────────
 
     def hear(self, member: Member, messages: Sequence[Message], now: float) -> None:
-        """Take in what a worker says; all of it or, if something is wrong, nothing.
+        """Handle a worker's messages: all of them, or none if one is wrong.
 
         Raises:
-            OptionError: If it speaks for another worker, or says what only the coordinator says.
+            OptionError: If a message is in another worker's name, or only a coordinator may send it.
         """
         said: list[FromWorker] = []
         for message in messages:
@@ -382,7 +380,7 @@ class Run:
             self._hear(member, message, now)
 
     def alive(self, member: Member, now: float) -> None:
-        """A sign of life of a worker that says nothing, as while it fetches large weights."""
+        """Record a sign of life of a worker that sends no messages, as while it fetches large weights."""
         self.members.hear(member, now)
         self.scheduler.note_alive(member.name, now=now)
 
@@ -405,10 +403,10 @@ class Run:
             self._rounds.handle(message, now=now)
 
     def _checked(self, joins: JoinRounds, member: Member) -> JoinRounds:
-        """What a worker says as it joins, for the scheduler: with its process, and with what it has done in a round.
+        """A joining worker's message for the scheduler: with the number of its process, and its steps in a round.
 
-        A worker says that only if its weights are those which the round begins with, and its steps count if that round
-        is on, or begins next. A worker that was told to take other weights has done nothing with them.
+        A worker reports steps only if it has the weights with which that round begins. They count if the round is on,
+        or begins next. A worker that was told to take other weights has taken no steps with them.
         """
         if member.begins_anew:
             return JoinRounds(worker=member.name, session=member.incarnation)
@@ -441,7 +439,7 @@ class Run:
     # ── Updates ───────────────────────────────────────────────────────────
 
     def place_of(self, offer: Offer) -> Place:
-        """What an update counts as things are now.
+        """What an update counts for at this moment.
 
         Raises:
             OptionError: If there is no such round or fragment yet, or the worker has no part in it.
@@ -454,7 +452,7 @@ class Run:
         expected = self.fragment_of(offer.round)
         if offer.fragment != expected:
             raise OptionError("fragment", offer.fragment, f"{expected}, which round {offer.round} synchronises")
-        is_merging = self.merging is not None and self.merging.round == offer.round  # nothing is added any more
+        is_merging = self.merging is not None and self.merging.round == offer.round  # its sum is closed
         if offer.round == scheduler.round and scheduler.is_open and not is_merging:
             if not scheduler.expects(offer.member.name, offer.round):
                 raise OptionError("round", offer.round, f"one that {offer.member.name} takes part in")
@@ -465,7 +463,7 @@ class Run:
         if self._slices is None or self._slices.tracker.fits(offer.member.name, offer.trained):
             return True
         log.info(
-            "The update of %s of round %d is dropped: samples of it are in the weights, or another worker's by now.",
+            "The update of %s for round %d is dropped: some of its samples are in the weights, or another worker's.",
             offer.member.name,
             offer.round,
         )
@@ -476,7 +474,7 @@ class Run:
         return fragment_of(round, fragments=self.options.run.fragments)
 
     def sending(self, offer: Offer, now: float) -> None:
-        """An update of the round that is on begins to come in."""
+        """An update of the current round begins to arrive."""
         self.members.hear(offer.member, now)
         if offer.member.name in self.scheduler.workers and offer.round == self.scheduler.round:
             sending = SendingPseudoGradient(
@@ -487,7 +485,7 @@ class Run:
     def arrived(self, offer: Offer, now: float, place: Place) -> None:
         """An update is complete and verified, and is being added to a sum, or is dropped.
 
-        The round may be over with it: ``merge`` is called, and has to wait until it was added.
+        It may end the round: then ``merge`` is called, and has to wait until the update is added.
         """
         self.members.hear(offer.member, now)
         if not place.is_late:
@@ -502,7 +500,7 @@ class Run:
         self._handle_offer(offer, PseudoGradientArrived(worker=offer.member.name, round=offer.round), now)
 
     def _handle_offer(self, offer: Offer, message: Any, now: float) -> None:
-        """Tell the scheduler, also of a worker that has left, but not of one whose name another process has now."""
+        """Tell the scheduler, also if the worker has left, but not if another process has its name now."""
         if self.members.by_name(offer.member.name) in (None, offer.member):
             self._rounds.handle(message, now=now)
 
@@ -510,7 +508,7 @@ class Run:
         """A round has become part of the weights: tell all workers, and go on.
 
         Args:
-            merge: As ``merge`` was called with, and with its mean.
+            merge: The object that ``merge`` was called with, now with its mean.
             oldest_mean: The earliest round whose mean is kept.
         """
         self.lineage.merged(merge, oldest_mean=oldest_mean)
@@ -518,7 +516,7 @@ class Run:
         if self._slices is not None:
             for one in taken:
                 self._slices.tracker.settle(one.trained, merged=bool(merge.total))
-        booked = taken if merge.total else ()  # without a quorum
+        booked = taken if merge.total else ()  # without a quorum nothing was merged
         record = corrected(merge.record, {one.member.name: one for one in booked})
         samples = sum(one.round_samples for one in booked)
         self.samples += samples
@@ -544,7 +542,7 @@ class Run:
 
     @property
     def scheduler(self) -> BatchScheduler:
-        """Of the rounds."""
+        """The scheduler of the rounds."""
         return self._rounds.scheduler
 
     # ── What is kept and shown ───────────────────────────────────────────────────────────
@@ -565,7 +563,7 @@ class Run:
         self.counters[event] = self.counters.get(event, 0) + by
 
     def state_dict(self) -> dict[str, Any]:
-        """What to keep over a restart, beside the weights: primitives only. To be called right after a merge."""
+        """The state to keep over a restart, beside the weights: primitives only. Call it right after a merge."""
         state = SavedRun(
             version=self.lineage.version,
             chain=self.lineage.chain,
@@ -578,7 +576,7 @@ class Run:
         return saved
 
     def load_state_dict(self, state: Any, now: float) -> None:
-        """Carry on from what was kept. Call it before the first worker joins.
+        """Carry on from a kept state. Call it before the first worker joins.
 
         Raises:
             OptionError: If it is not what :meth:`state_dict` gave, or of a run with other options.

@@ -58,17 +58,17 @@ from lightning_bytescheduler.slices.tracker import encode
 
 log = logging.getLogger(__name__)
 
-_YOUNG = 20_000  # objects made before young ones are looked at; of 700, Python's own, seventy reports make as many
+_YOUNG = 20_000  # new objects before a young collection; seventy reports make Python's default of 700
 _NEVER = 1_000_000  # collections of the middle generation before a full one
-_MOST_ENDED = 1000  # connections, after which it is not put off any longer
+_MOST_ENDED = 1000  # ended connections after which a full collection is not put off
 
 
 @contextmanager
 def collected_rarely() -> Iterator[None]:
-    """Leave full collections of this process to its coordinator: it is to do nothing else.
+    """Let the coordinator alone make full garbage collections, in a process that does nothing else.
 
-    With a thousand workers a full collection stops all answers for 0.2 s, and what waits then takes seconds to catch
-    up. Cycles are few: they are of connections that have ended. So all objects are looked at only at a round's end.
+    With a thousand workers a full collection stops all answers for 0.2 s, and catching up takes seconds. Only ended
+    connections leave cycles, and these are few. So full collections wait for a round's end, or many ended connections.
     """
     gc.collect()
     gc.freeze()  # torch's modules stay
@@ -89,8 +89,8 @@ _SLICE_HELD_BACK_S = 1.0
 _STOP_SECONDS = 5.0
 _MERGE_SECONDS = 30.0  # a step of a large model
 _STALLED_SECONDS = 60.0
-_ROOM_BYTES = 2**31  # of memory, for uploads; of a large model as much as a round's sum takes,
-_SUM_BYTES = 16  # for each parameter
+_ROOM_BYTES = 2**31  # memory for uploads; for a large model, as much as a round's sum takes
+_SUM_BYTES = 16  # of a round's sum, for each parameter
 _ROUNDS_SHOWN = 200
 _ROUNDS_DRAWN = 4
 _WORKERS_DRAWN = 40
@@ -101,10 +101,10 @@ class CoordinatorService:
     """One run's service, on the event loop that it is started on.
 
     Args:
-        options: Of the run.
-        refusals: Who was not let in.
-        fail: Called with the error that the run cannot go on after.
-        store: Of the run's state; ``None`` keeps it in memory alone.
+        options: The run's options.
+        refusals: Counts clients that were not let in.
+        fail: Called with an error that ends the run.
+        store: Saves the run's state; ``None`` keeps the state in memory alone.
         slices: Hands out the training data; ``None`` where workers bring their own.
         rounds_file: Record of the rounds; closed when the service stops.
     """
@@ -124,7 +124,7 @@ class CoordinatorService:
         self._fail = fail
         self._store = store
         self._rounds_file = rounds_file or RoundFile(None, append=False)
-        # Of the run and the slices, after the last round, until it was handed over to be saved; none amid a step.
+        # State of the run and the slices after the last round, until it is handed over to be saved; none amid a step.
         self._boundary: tuple[dict[str, Any], dict[str, Any] | None] | None = None
         self._started = time.monotonic()
         self._merges: asyncio.Queue[Merge | None] = asyncio.Queue()  # ends with None
@@ -153,7 +153,7 @@ class CoordinatorService:
         """The routes.
 
         Args:
-            middlewares: That each request goes through before.
+            middlewares: Each request passes through these before a route answers it.
         """
         application = web.Application(middlewares=[self._worded, *middlewares], client_max_size=_SLICE_BYTES)
         place = UPDATE_PATH.format(round=f"{{round:{_NUMBER}}}", fragment=f"{{fragment:{_NUMBER}}}")
@@ -170,13 +170,13 @@ class CoordinatorService:
         return application
 
     def start(self, state: Mapping[str, Any] | None = None) -> None:
-        """Begin to run, or to carry on; on the event loop.
+        """Begin the run, or continue it; on the event loop.
 
         Args:
-            state: That was saved.
+            state: A saved state to continue from.
 
         Raises:
-            OptionError: If it is of a run with other options or other slices.
+            OptionError: If the state is of a run with other options or other slices.
         """
         if state is not None:
             self._load(state)
@@ -211,7 +211,7 @@ class CoordinatorService:
             await asyncio.wait(closing, timeout=_STOP_SECONDS)
         if self._tasks:
             tick, merge = self._tasks
-            self._merges.put_nowait(None)  # a round that workers know to have ended is in the state that is saved
+            self._merges.put_nowait(None)  # pending merges end first: the state has every round whose end workers know
             await asyncio.wait([merge], timeout=_MERGE_SECONDS)
             for task in (tick, merge):
                 task.cancel()
@@ -289,7 +289,7 @@ class CoordinatorService:
             connection.post(message)
 
     def _note(self, record: RoundRecord) -> None:
-        live = len({*self._connections, *record.merged})  # one may have gone that has sent
+        live = len({*self._connections, *record.merged})  # a worker may have gone after its update came
         summary = summary_of(record, time.time(), live=live)
         self.rounds.append(summary)
         self.timeline.append(msgspec.structs.replace(record, workers=record.workers[:_WORKERS_DRAWN]))
@@ -313,7 +313,7 @@ class CoordinatorService:
             self.slices.release(member)
         connection = self._connections.pop(member.name, None)
         if connection is not None:
-            connection.end("It was not heard of for too long, or has left.")
+            connection.end("The worker was silent for too long, or has left.")
 
     def _ask_another(self) -> None:
         for connection in list(self._connections.values()):
@@ -350,9 +350,9 @@ class CoordinatorService:
             sums = await self.bulk.settled(merge)
             await weights.mean(merge, sums)
             async with weights.still:
-                # Workers hear of it before the step is taken here, which they take themselves.
+                # Workers hear of the merge before the step is taken here, as they take the step themselves.
                 self.run.merged(merge, oldest_mean=weights.oldest_mean)
-                boundary, self._boundary = self._at_boundary(), None  # half a step is not saved
+                boundary, self._boundary = self._at_boundary(), None  # nothing is saved amid a step
                 await self.bulk.give_way(merge)
                 await weights.step(merge, sums)
                 self._boundary = boundary
@@ -361,13 +361,13 @@ class CoordinatorService:
             await self._save()
             if is_last:
                 log.info(
-                    "The run is over after round %d, with %d samples. Its weights are there for who has not left yet.",
+                    "The run is over after round %d, with %d samples. Workers still here can get its weights.",
                     merge.round,
                     self.run.samples,
                 )
 
     def _at_boundary(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """What belongs to the version of the weights that a merge has just led to."""
+        """Return the state of run and slices that belongs to the weights after this merge."""
         return self.run.state_dict(), None if self.slices is None else self.slices.tracker.state_dict()
 
     async def _save(self) -> None:
@@ -387,7 +387,7 @@ class CoordinatorService:
 
     @web.middleware
     async def _worded(self, request: web.Request, handler: Callable[[web.Request], object]) -> web.StreamResponse:
-        """Errors are answered in JSON."""
+        """Answer errors in JSON."""
         if self._stopping and request.path != HEALTH_PATH:
             return problem(503, "This coordinator stops.", retry_after=1)
         try:
@@ -462,7 +462,7 @@ class CoordinatorService:
         self._ended_connections = 0
 
     async def _begin_with(self, tensors: Mapping[str, Tensor]) -> None:
-        """There are weights: rounds can begin."""
+        """Take the first weights; rounds can then begin."""
         self._make_weights(tensors)
         self.run.provided(time.monotonic())
         self._boundary = self._at_boundary()
@@ -482,7 +482,7 @@ class CoordinatorService:
             return problem(429, f"{member.name} asks about slices too often: try again later.", retry_after=1)
         await asyncio.sleep(pause)
         text = await request.read()
-        if self.run.members.by_name(member.name) is not member:  # what it got now would not be taken back
+        if self.run.members.by_name(member.name) is not member:  # slices given now would not be taken back
             return problem(403, f"{member.name} has left, or was given up, while it asked.")
         reply = self.slices.answer(member, text)
         return web.Response(text=encode(reply), content_type="application/json")
@@ -505,15 +505,15 @@ class CoordinatorServer(BackgroundServer):
     """Runs a coordinator until it is closed, in a thread ``bytescheduler-coordinator``.
 
     Args:
-        options: Of the run.
-        access: Where it listens, and who gets in.
-        port: 0 takes a free one.
-        store: Of the run's state, which is closed with the server; ``None`` keeps it in memory alone.
+        options: The run's options.
+        access: Where the server listens, and which clients it lets in.
+        port: 0 takes a free port.
+        store: Saves the run's state, and is closed with the server; ``None`` keeps the state in memory alone.
         slices: Hands out the training data, or ``None``.
         rounds_file: Record of the rounds, or ``None``.
 
     Raises:
-        OSError: If the address cannot be listened at.
+        OSError: If the server cannot listen at the address.
         OptionError: If the state is of another run, or cannot be loaded.
     """
 
@@ -536,7 +536,7 @@ class CoordinatorServer(BackgroundServer):
 
         try:
             self._state = None if store is None else store.load()
-            # Its loop is a third faster than asyncio's own, and a report is mostly that.
+            # The loop of uvloop is a third faster than asyncio's, and most of a report's time is spent in the loop.
             super().__init__(
                 access or ServerAccess(), port, name="bytescheduler-coordinator", make_loop=uvloop.new_event_loop
             )
@@ -547,14 +547,14 @@ class CoordinatorServer(BackgroundServer):
 
     @property
     def service(self) -> CoordinatorService:
-        """What runs: to be used on its event loop alone."""
+        """The service; use it on its event loop alone."""
         if self._service is None:
             raise RuntimeError("The coordinator did not begin.")
         return self._service
 
     @property
     def url(self) -> str:
-        """Where workers on this machine find it."""
+        """The URL at which workers on this machine find the coordinator."""
         return super().url.rstrip("/")
 
     @property
@@ -564,7 +564,7 @@ class CoordinatorServer(BackgroundServer):
             return False
         try:
             return self.call(lambda: self.service.over, timeout=_ASK_SECONDS)
-        except (TimeoutError, FutureTimeoutError, RuntimeError):  # it is busy, or has just failed, which it says itself
+        except (TimeoutError, FutureTimeoutError, RuntimeError):  # it is busy, or has just failed and reports that
             return False
 
     def status(self) -> RunStatus:
@@ -572,7 +572,7 @@ class CoordinatorServer(BackgroundServer):
         return self.call(self.service.status)
 
     def call(self, work: Callable[[], _T], *, timeout: float = 10.0) -> _T:
-        """Call something on the event loop, and wait for what it returns."""
+        """Call ``work`` on the event loop, and return its result."""
 
         async def called() -> _T:
             return work()
@@ -580,13 +580,13 @@ class CoordinatorServer(BackgroundServer):
         return asyncio.run_coroutine_threadsafe(called(), self._loop).result(timeout)
 
     def close(self) -> None:
-        """Stop it: workers hear that they may come back, and the state is saved. May be repeated."""
+        """Stop the run: workers hear that they may come back, and the state is saved. May be repeated."""
         super().close()
         if self._store is not None:
             self._store.close()
 
     async def application(self) -> web.Application:
-        """The coordinator's routes; it begins to run, or to carry on."""
+        """Return the coordinator's routes, and begin or continue the run."""
         self._service = service = self._make(refusals=self.refusals)
         service.start(self._state)
         self._state = None

@@ -1,4 +1,4 @@
-"""The run's slice tracker, for members only: each speaks for itself, and gives back what it holds when it goes."""
+"""The run's slice tracker, for members only: a member reports for itself, and its slices return when it leaves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SliceRoutes:
     """A tracker whose workers are members of the run. For one thread.
 
     Args:
-        urls: Of the training data, as ``SliceDataModule(train=...)`` takes them.
+        urls: URLs of the training data, as ``SliceDataModule(train=...)`` takes them.
 
     Attributes:
         tracker: Of the slices; it knows members by their names.
@@ -40,10 +40,10 @@ class SliceRoutes:
         self._sessions: dict[str, int] = {}  # of the tracker, by the member's digest
 
     def answer(self, member: Member, text: str | bytes) -> Reply:
-        """Answer a message of a member, whose name at the tracker is its own.
+        """Answer a message of a member, which has the same name at the tracker as in the run.
 
         Raises:
-            OptionError: If it is no message of a worker, or speaks for another one.
+            OptionError: If it is not a message that workers send, or names another worker.
         """
         message = decode(text)
         if not isinstance(message, Call):
@@ -62,7 +62,7 @@ class SliceRoutes:
         return joined
 
     def release(self, member: Member) -> None:
-        """Take back what a member holds that has gone."""
+        """Take back the slices that a member holds."""
         self.tracker.release(member.name)
         self._sessions.pop(member.digest, None)
 

@@ -1,15 +1,15 @@
-"""A run's state, saved at the boundaries of its rounds, and found again after a crash.
+"""Saves a run's state between its rounds, and finds it again after a crash.
 
 A saved state is one safetensors file, ``state-VERSION.safetensors``. Its metadata hold everything that is not a tensor,
-as JSON. It is written under another name and then moved, so it is either complete or absent. Loading trusts nothing:
-the checksum is compared, and nothing is unpickled. A damaged state is named in a warning, and the one before is used.
+as JSON. The file is written under another name and then moved, so it is either complete or absent. Loading compares the
+checksum and unpickles nothing. A warning names a damaged state, and the one before it is used.
 
-One coordinator at a time owns a state. In a folder on a disk or on NFS it locks a file there; the system releases the
-lock when its process ends in any way. A folder at another URL has no lock.
+One coordinator at a time owns a state. In a folder on a disk or on NFS it locks a file; the system releases the lock
+when the process ends, however that happens. A folder at another URL has no lock.
 
-A thread saves states while the coordinator goes on answering. If it is slower than the rounds, the newest state is
-saved next and those between are skipped. A full disk does not end the run: it is logged, and saving is tried again with
-the next state.
+A thread saves states while the coordinator goes on answering. If saving is slower than the rounds, the newest state is
+saved next and older ones are skipped. A full disk does not end the run: the error is logged, and the next state is
+saved as usual.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StateStore:
     """The states of one run. For any thread.
 
     Args:
-        url: The folder's, as fsspec opens it; the folder is made if it is missing.
+        url: URL or path of the folder, as fsspec opens it; the folder is made if it is missing.
 
     Raises:
         OptionError: If the folder cannot be used, or another coordinator uses it.
@@ -80,13 +80,13 @@ class StateStore:
         import filelock
 
         if self._disk is None:
-            log.warning("Nothing keeps a second coordinator from %s: start one alone there.", self.url)
+            log.warning("There is no lock at %s: start only one coordinator there.", self.url)
             return
         self._lock = filelock.FileLock(os.path.join(self._disk, "lock"), thread_local=False)
         try:
             self._lock.acquire(timeout=0)
         except filelock.Timeout:
-            allowed = "one that no other coordinator has, and one that lives has this"
+            allowed = "one that no other coordinator uses, and a running one uses this"
             raise OptionError(
                 "state",
                 self.url,
@@ -97,7 +97,7 @@ class StateStore:
     # ── Saving ───────────────────────────────────────────────────────────
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Save a state as soon as the save under way has ended. Returns at once.
+        """Save a state on the thread, after the save that is in progress. Returns at once.
 
         Args:
             state: Plain values and tensors, in dicts and lists; ``run`` has a ``version``. Tensors must not change
@@ -120,9 +120,9 @@ class StateStore:
                     return
             try:
                 self.write(state)
-            except Exception as error:  # whatever an fsspec file system raises: the run goes on
+            except Exception as error:  # fsspec's file systems raise any kind of error; the run goes on
                 log.warning(
-                    "The state of round %d was not saved to %s, and the run goes on: %s: %s",
+                    "The state of round %d was not saved to %s; the run goes on. %s: %s",
                     state["run"]["version"],
                     self.url,
                     type(error).__name__,
@@ -130,7 +130,7 @@ class StateStore:
                 )
 
     def close(self, seconds: float = _STOP_SECONDS) -> bool:
-        """Save what was handed over, and release the folder for another coordinator. May be repeated.
+        """Wait until the last state is saved, and release the folder for another coordinator. May be repeated.
 
         Returns:
             Whether it was saved within ``seconds``.
@@ -187,7 +187,7 @@ class StateStore:
     # ── Loading ───────────────────────────────────────────────────────────
 
     def load(self) -> dict[str, Any] | None:
-        """The newest complete state; ``None`` if there is no state. Tuples have become lists, and keys strings.
+        """Load the newest complete state; ``None`` if there is none. Tuples have become lists, and keys strings.
 
         Logs a warning with the file's name for each damaged state.
 
@@ -242,10 +242,10 @@ class StateStore:
 
 
 def pack(state: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
-    """A state as JSON, and its tensors by name. A tensor's name is its keys in the state, joined with dots.
+    """Return a state as JSON, and its tensors by name: a tensor's keys in the state, joined with dots.
 
     Raises:
-        TypeError: If the state holds anything else.
+        TypeError: If the state holds something that JSON cannot.
     """
     tensors: dict[str, Tensor] = {}
 

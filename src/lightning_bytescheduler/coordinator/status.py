@@ -93,7 +93,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         workers: All known workers, by name.
         rounds: The last rounds, oldest first.
         slices: Progress of the running epoch of the data; ``None`` where workers bring their own data.
-        counters: Events since it was started, by name: ``joined``, ``rejoined``, ``left``, ``silent``, ``expired``,
+        counters: Events since the start, by name: ``joined``, ``rejoined``, ``left``, ``silent``, ``expired``,
             ``refused_hellos``, ``wrong_frames``, ``slow_downs``, ``updates_added``, ``updates_late``,
             ``updates_dropped``, ``updates_refused``, ``updates_broken``, ``updates_again``, ``rounds``,
             ``empty_rounds``, ``bytes_in``, ``bytes_out``, and ``refused_REASON`` as ``serving.Refusals`` counts refused

@@ -1,9 +1,9 @@
 """Uploads, and the exact sum of a round's updates: piece by piece in several threads, with the same bits in any order.
 
-Uploads share a bounded room in memory while they come in, and until they are added. An update is checked while it comes
-in: its digest, and the magnitude of its numbers. The first update of a sum is held as it came; if no other comes, it is
-the mean. Otherwise each update is added when it is complete, so a sum takes 16 bytes for each element, however many
-workers there are. Pieces are independent, so it makes no difference to the bits which thread works on which piece.
+Uploads share a bounded room in memory until they are added. While an update comes in, its digest and the magnitude of
+its numbers are computed. Unless means have a format of their own, the first update of a sum is held as it came, and is
+the mean if no other comes. All others are added when they are complete, so a sum takes 16 bytes for each element with
+any number of workers. Pieces are independent, so the bits do not depend on which thread works on which piece.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutErro
 
 def view_of(payload: Tensor) -> memoryview:
     """The bytes of a tensor, without a copy."""
-    array: Any = payload.numpy()  # numpy's types do not say that it is a buffer
+    array: Any = payload.numpy()  # numpy's types do not say that an array is a buffer
     return memoryview(array)
 
 
@@ -84,7 +84,7 @@ class PiecedFormat:
         return [slice(first, last), elements]
 
     def end_of(self, index: int) -> int:
-        """How many bytes from the payload's front a piece needs before it can be read."""
+        """Return how many bytes of the payload must have come before a piece can be read."""
         return int(self._sections(index)[-1].stop)
 
     def length_of(self, index: int) -> int:
@@ -342,9 +342,9 @@ class UpdateSum:
         Args:
             payload: The whole fragment's payload, which is written to.
             round: The mean's round, which seeds the rounding.
-            known: What earlier means have lost of the whole fragment, or ``None`` for nothing. It is only read, so that
-                a mean can be formed again.
-            lost: Receives what is lost including this mean; ``None`` where the wire format keeps no residuals.
+            known: Residual of the fragment's earlier means; ``None`` for zeros. It is only read, so that a mean can be
+                formed again.
+            lost: Filled with the residual after this mean; ``None`` where the wire format keeps no residuals.
 
         Raises:
             ValueError: If nothing was added.

@@ -224,7 +224,7 @@ POSITION = "lightning_bytescheduler.position"
 """Checkpoint key of the facts that an epoch's batches depend on."""
 
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"  # Lightning's warning
-_WAY_OUT = "Give each rank's loader its batch size where you make it, by trainer.global_rank, and leave batch_size out."
+_WAY_OUT = "Choose each loader's batch size where you make it, by trainer.global_rank, and leave batch_size out."
 
 
 class EpochOrder(DistributedSampler[Any]):
@@ -324,7 +324,7 @@ def require_balanceable(loader: Any, how: str, device: torch.device, ranks: int)
         return
     elif hasattr(loader, "plan") and hasattr(loader, "draws_ahead"):
         why = "a loader of slices without its data module"
-        way_out = "Give the Trainer that: trainer.fit(model, datamodule=data)."
+        way_out = "Give the Trainer the data module: trainer.fit(model, datamodule=data)."
     elif type(loader) is not DataLoader:
         why = f"a {type(loader).__name__}: a plain DataLoader is needed"
     elif isinstance(loader.dataset, IterableDataset):
@@ -370,7 +370,7 @@ _OF_BATCHES = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "
 
 
 def arguments_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments that a loader of other batches of the same samples takes over."""
+    """Return a loader's arguments, except for its batches; for a loader of other batches of the same samples."""
     names = inspect.signature(DataLoader.__init__).parameters.keys() - {"self", *_OF_BATCHES}
     return {name: getattr(loader, name) for name in names}
 

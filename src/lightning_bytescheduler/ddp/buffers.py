@@ -3,7 +3,7 @@
 DDP copies rank 0's buffers (running statistics, counters, queues) to all ranks when a forward pass begins, and the
 training thread waits for them: at least one round trip per step. Their values are known at the end of the previous
 forward pass. So they are sent then, and replace a rank's own values exactly where DDP would do it. All values equal
-DDP's.
+DDP's, with one exception, of which the rank warns.
 
 Buffers may still change in between: in a hook, a callback, or the second forward pass of activation checkpointing. Rank
 0 therefore compares them byte by byte with what it sent (version counters miss ``buffer.data``). When the next forward
@@ -89,8 +89,8 @@ class BufferBroadcast:
     """Broadcasts buffers; see the module. Used by the training thread.
 
     Args:
-        await_batch: Waits until the other ranks have begun this batch. Other ranks see that a rank waits for a batch,
-            but not that it waits for a message sent within one.
+        await_batch: Waits until rank 0 has begun this batch. Other ranks see that a rank waits for a batch, but not
+            that it waits for a message sent within a batch.
         failure: Returns the reason if another rank has failed and nothing will come.
     """
 
@@ -239,7 +239,7 @@ class BufferBroadcast:
     def _await_sent(self, work: dist.Work) -> None:
         """Wait for what rank 0 sent after the previous forward pass.
 
-        Rank 0 may not have begun this batch, and begins it without this rank: the values may still be on their way.
+        Rank 0 may not have begun this batch, but does not wait for this rank: the values are on their way.
         """
         with waiting("broadcast", begins_batch=True, outside=True):
             wait_unless(work, self._failure, look_every=_LOOK_EVERY)

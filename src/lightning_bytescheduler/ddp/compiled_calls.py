@@ -2,12 +2,12 @@
 
 Compiled code reads weights without a touch, and is compiled anew for parameters of another class. So gates are opened
 before it is entered, as few as possible: those of the compiled module, and of parameters and modules among the
-arguments. Other reads (a closure, a global) are seen at compilation, as Dynamo wraps every tensor that a graph reads.
-From then on all gates are opened before that code is entered, and before anything is compiled. The same holds for code
-that is broken into several graphs, as one graph may have been compiled for another caller, and for code whose
-compilation was not seen.
+arguments. Other reads (a closure, a global) are found at compilation, as Dynamo wraps every tensor that a graph reads.
+If there are any, all gates are opened before that code is entered. The same holds for code that is broken into several
+graphs, as one graph may have been compiled for another caller, and for code whose compilation was not seen. All gates
+are also opened before anything is compiled.
 
-This hooks into functions of Dynamo that every compiled call and every compilation passes through. If a version of
+The module hooks into functions of Dynamo that every compiled call and every compilation passes through. If a version of
 PyTorch lacks one of them, steps are synchronised (``decided_fit.py``).
 """
 
@@ -33,7 +33,7 @@ _WRAPPERS = ("compile_wrapper", "_fn")  # Dynamo's name for the wrapper that tor
 
 
 class _Region:
-    """What is known of a compiled function, over all its calls.
+    """What is known about a compiled function, over all its calls.
 
     Attributes:
         graphs: The functions compiled while it ran; more than one if it was broken up.
@@ -47,7 +47,7 @@ class _Region:
 
     @property
     def needs_all(self) -> bool:
-        """Whether all gates have to be opened; also true if no compilation was seen."""
+        """Whether all gates have to be opened before a call; also true if no compilation was seen."""
         return self.reads_elsewhere or len(self.graphs) != 1
 
 
@@ -82,7 +82,7 @@ def resume(stood_aside: Iterable[Gate], read: Iterable[int] = ()) -> None:
 
 
 def entry_points() -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """Return (owner, attribute, factory of its replacement) of Dynamo's functions to hook; empty if one is missing."""
+    """Return (owner, attribute, factory of the replacement) of Dynamo's hooked functions; empty if one is missing."""
     try:
         from torch._dynamo import convert_frame, eval_frame
         from torch._dynamo.variables.builder import GraphArg, VariableBuilder
@@ -102,7 +102,7 @@ def entry_points() -> list[tuple[Any, str, Callable[[Any], Any]]]:
 
 @functools.cache
 def _leave_out_this_file() -> None:
-    # Some versions of Dynamo examine every function that runs, also these hooks.
+    # Some versions of Dynamo trace every function that runs, these hooks included.
     torch._dynamo.trace_rules.add(__name__)
 
 
@@ -135,7 +135,7 @@ def _enter(frame: FrameType) -> None:
 
 
 class _uncompiled:  # a context manager
-    """Keeps Dynamo from compiling the code within, when a compiled call is made inside another one."""
+    """Keeps Dynamo from compiling the code within, if a compiled call is made inside another one."""
 
     def __enter__(self) -> None:
         self._before = torch._C._dynamo.eval_frame.set_eval_frame(None)
@@ -155,7 +155,7 @@ def _stand_aside(reason: str, frame: FrameType) -> None:
 
 def _at_exit(original: Any) -> Any:
     def maybe_set_eval_frame(callback: Any) -> Any:
-        # This is also called at the entry, with a callable, and by calls inside.
+        # Dynamo also calls this at the entry, with a callable, and for inner calls.
         if _local.stood_aside and not callable(callback) and sys._getframe(1) is _local.outermost:
             with _uncompiled():
                 stood_aside, read = _local.stood_aside, _local.read

@@ -117,7 +117,7 @@ class Piece:
         Args:
             values: Its values; in fp32 if it has a codec.
             seed: Random seed, the same on all ranks for this part of a step.
-            worker: Number that gives each rank other random numbers.
+            worker: Number that gives each rank its own random numbers.
         """
         codec, residual = self.codec, self.residual
         if codec is None:
@@ -139,7 +139,7 @@ class CompressedBucket:
     so nothing else is sent between them.
 
     Args:
-        pieces: Those of whole parameters, without residuals.
+        pieces: One piece for each whole parameter, without residuals.
         weight: This rank's weight, known before anything is sent; residuals hold gradients times its factor.
         copies: Copies payloads between ``buffer``'s device and host memory.
     """
@@ -321,8 +321,8 @@ class LowRankBucket:
     Both sums are tasks with the bucket's priority. The scheduler cuts and orders them like others, so urgent layers'
     factors pass those of others, and the second sum travels during the next forward pass.
 
-    Why the ranks agree: as in ``reduction.py``. A rank's right task (Q) waits for its left task (P). Rank 0 launches it
-    after that has ended there, so it comes first in the order of all ranks. Each rank orthonormalises and multiplies P
+    Why the ranks agree: as in ``reduction.py``. A rank's right task (Q) waits for its left task (P). Rank 0 launches Q
+    when P has ended there, so P comes first in the order of all ranks. Each rank orthonormalises and multiplies P
     itself. The bits are equal as long as processors are of one kind and torch uses them alike, which is checked at the
     start (``CompressionRules.facts``).
 
@@ -435,8 +435,8 @@ class LowRankBucket:
 def _sum(group: dist.ProcessGroup, values: Tensor, sub_task: SubCommTask, number: int) -> StartedOperation:
     """Sum a part over all ranks by messages that are matched by their number.
 
-    It takes two rounds, or one if that sends hardly more, as on two ranks. The sizes that decide are known to all
-    ranks.
+    It takes two rounds of messages, or one round if that sends hardly more, as on two ranks. All ranks know the sizes
+    on which this depends.
     """
     part = values[sub_task.offset : sub_task.offset + sub_task.size]
     width, others = values.element_size(), group.size() - 1
@@ -457,7 +457,7 @@ class GradientCompression(Uncompressed):
     """The compression of one fit's gradients on this rank, with their residuals.
 
     Args:
-        record: Takes what is measured.
+        record: Takes the measurements.
         loss_scale: Returns the current factor of losses, which residuals also contain; ``None`` if it never changes.
         idle: Whether a parameter has got no gradient in this step on this rank; asked when its bucket is ready.
         may_drop: See :class:`Residuals`.

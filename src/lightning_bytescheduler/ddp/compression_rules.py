@@ -21,7 +21,7 @@ from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 __all__ = ["CompressionRules", "names_that_count"]
 
 MIN_SIZE = 1024
-"""Elements of the smallest gradient that is compressed by default: 4 kB, below which latency dominates."""
+"""Elements of the smallest gradient that is compressed by default: below 4 kB latency dominates."""
 
 _TO_NEAREST: dict[str, DenseKind] = {"int8": "int8", "int4": "int4"}
 
@@ -133,7 +133,7 @@ class CompressionRules:
                 if isinstance(codec, PowerSGD):
                     if codec.shape_of(parameter):
                         return codec
-                    continue  # the next patterns decide where PowerSGD saves nothing
+                    continue  # PowerSGD saves nothing here: the next patterns decide
                 fewer = codec is not None and codec.payload_bytes(size) < size * dtype.itemsize
                 return codec if fewer else None
         return None

@@ -45,7 +45,7 @@ ELSEWHERE = {
     ),
     **_options_of(pl.Trainer, "It is an option of Trainer: Trainer({name}=...)."),
 }
-"""What to say of options that neither strategy has, by name."""
+"""Hints for options that neither strategy has, by name."""
 
 SAID_BY_THE_STRATEGY = ("module", "device_ids", "output_device", "process_group", "device_mesh")
 """Arguments of DistributedDataParallel that the strategy itself sets."""
@@ -94,7 +94,7 @@ def check_ddp_options(options: Mapping[str, object], *, scheduled: bool = True) 
         value = options.get(name, parameter.default)
         if name in SAID_BY_THE_STRATEGY:
             if options.get(name) is not None:
-                raise OptionError(name, value, "left out: the strategy says it to DistributedDataParallel itself")
+                raise OptionError(name, value, "left out: the strategy gives it to DistributedDataParallel itself")
         elif name == "bucket_cap_mb":
             _check_megabytes(name, value)
         elif name == "bucket_cap_mb_list":
@@ -124,14 +124,14 @@ def check_options(
     elsewhere: Mapping[str, str],
     example: str = "partition_size=131_072",
 ) -> None:
-    """Refuse options of a strategy that it does not know, or with values that Lightning or DDP would misread.
+    """Refuse unknown options of a strategy, and values that Lightning or DDP would misread.
 
     Args:
         of: The class of the strategy.
         given: Its ``**kwargs``.
         ddp: Further options of DistributedDataParallel.
-        launch: Options of DDPStrategy that do not go there.
-        elsewhere: What to say of options that other classes have.
+        launch: Options of DDPStrategy that are not passed on to DistributedDataParallel.
+        elsewhere: Hints for options that other classes have, by name.
         example: One of the class's own options with a value, as it is written.
 
     Raises:
@@ -139,7 +139,7 @@ def check_options(
         UnsupportedError: Names the option that cannot be honoured, the reason and the way out.
     """
     own = [name for name in inspect.signature(of).parameters if name not in ("args", "kwargs")]
-    # LightningCLI passes what the strategy says itself
+    # LightningCLI also passes the arguments that the strategy sets itself
     named = {name: value for name, value in given.items() if name not in SAID_BY_THE_STRATEGY}
     require_known(named, [*own, *launch, *_ddp_parameters(), *_HOOKS], of=of.__name__, elsewhere=elsewhere)
     check_ddp_options({**given, **ddp})
@@ -249,7 +249,7 @@ def check_hooks(module: nn.Module) -> None:
     if hooked:
         rank_zero_warn(
             f"{hooked[0]!r} has a hook after accumulation of its gradient (register_post_accumulate_grad_hook; "
-            f"{len(hooked)} parameters have). It sees this rank's gradient, before the average over ranks, as with "
+            f"{len(hooked)} parameters have one). It sees this rank's gradient, before the average over ranks, as with "
             "DDP: an optimizer that steps there leaves each rank with weights of its own."
         )
 

@@ -1,17 +1,17 @@
-"""Decides how the steps of a fit are taken: what overlaps and why not, how steps begin, and who decides from there on.
+"""Decides how the steps of a fit are taken: what overlaps and why not, how steps begin, and how they change later.
 
 *What overlaps* depends on the model, its optimizers, precision and clipping (:meth:`DecidedFit.begin_steps`). There is
 one message to the user on rank 0 for each decision, with the figures behind it and without this package's own terms.
-``reads.py`` has what is told of reads that cost overlap or exactness.
+``reads.py`` reports reads that cost overlap or exactness.
 
 *How steps are taken.* Rank 0 decides, and all ranks know before the first step. With ``mode="auto"``, or where sizes
 are tuned, its tuner chooses between sizes and plain DDP while the fit runs (:class:`PointInForce`); the search space is
 one point beside plain DDP where no size is tuned. On a link that is measured to be slow for the model, steps begin
 overlapped; otherwise they begin as DDP's, until overlap is seen to pay.
 
-Only rank 0 times steps: its tuner gets their durations, and what could be hidden in steps as DDP's. A wait on one rank
-alone is for a late rank, which no order of communication changes, so the least counts that any rank saw.
-``AgreedValues`` brings it to rank 0, and rank 0's decision to all ranks, with the step before which it takes effect.
+Only rank 0 times steps: its tuner gets their durations, and how long steps as DDP's waited, which overlap could hide. A
+rank that waits alone waits for a late rank, which no order of communication changes. So the least wait of all ranks
+counts. ``AgreedValues`` brings it to rank 0, and rank 0's decision to all ranks, to take effect before the same step.
 All ranks change credit, partition size and mode at that step, between two backward passes, so all buckets of a step are
 cut or merged alike. The credit must change on all ranks, too: a rank with a smaller window than rank 0's would hold
 back what rank 0 has launched.
@@ -197,7 +197,7 @@ def precision_reasons(plugin: Precision, optimizers: Sequence[Optimizer]) -> lis
 
 
 def norm_needed_by(module: pl.LightningModule, plugin: Precision) -> tuple[str, ...]:
-    """Return what needs the norm of all gradients before an update, in words. The module has its trainer."""
+    """Return what needs the norm of all gradients before an update, in words; ``module`` is attached to a trainer."""
     trainer = module.trainer
     needed = []
     if is_overridden("configure_gradient_clipping", module):
@@ -210,7 +210,7 @@ def norm_needed_by(module: pl.LightningModule, plugin: Precision) -> tuple[str, 
 
 
 def may_drop_gradients(module: pl.LightningModule) -> bool:
-    """Whether user code may drop mean gradients before a step, by hand or in a hook. The module has its trainer."""
+    """Whether user code may drop mean gradients before a step, by hand or in a hook; ``module`` has a trainer."""
     own = ("backward", *_BEFORE_A_STEP, "configure_gradient_clipping", "optimizer_step")
     if not module.automatic_optimization or any(is_overridden(hook, module) for hook in own):
         return True
@@ -219,7 +219,7 @@ def may_drop_gradients(module: pl.LightningModule) -> bool:
 
 
 def first_guess(space: SearchSpace, parameters: int, link: LinkEstimate, start: TuningPoint) -> tuple[TuningPoint, ...]:
-    """Return the partition size with the least cost of start-ups and waiting, two in flight, unless ``start`` is near.
+    """Return the cheapest partition size with a credit of two parts, as a guess; none if ``start`` is near it.
 
     Parts of ``p`` parameters cost ``alpha * parameters / p`` to start, and the most urgent part waits ``beta * 4 * p``
     for the one on the link. The sum is least where both are equal.
@@ -247,7 +247,7 @@ class StepTimer:
         self._unread: deque[tuple[int, Any, Any]] = deque()
 
     def begin(self, step: int, seen: Callable[[int, float], None]) -> None:
-        """Begin ``step``; ``seen`` gets numbers and seconds of earlier steps that are known."""
+        """Begin ``step``; ``seen`` gets the number and seconds of each earlier step that has just been timed."""
         if self._device.type != "cuda":
             now = self._clock()
             seen(step - 1, now - self._began)
@@ -264,7 +264,7 @@ class StepTimer:
 
 
 class PointInForce(StepMode):
-    """Sizes and mode in force on one rank; all ranks make it at the same point.
+    """Sizes and mode in force on one rank; all ranks construct it at the same point.
 
     Args:
         tuner: Decides; only on rank 0.
@@ -348,14 +348,14 @@ class FitTuning:
     """Makes the mode of a fit's steps; its tuner begins and ends with each fit.
 
     Args:
-        options: This rank's options; rank 0's count.
+        options: This rank's options; those of rank 0 decide.
     """
 
     def __init__(self, options: SchedulerOptions, *, timeout: timedelta | None) -> None:
         self._options = options
         self._timeout = timeout
         self._own: CreditTuner | None = None  # its knowledge outlives a fit
-        self._pacing: CreditTuner | None = None  # where no size is searched: knows nothing that is to be kept
+        self._pacing: CreditTuner | None = None  # where no size is searched: writes no record
         self._stood = ""  # what was decided in the last fit
         self._tuner: CreditTuner | None = None  # the user's or this one, among the callbacks during a fit
         self._deciding: CreditTuner | None = None  # on rank 0, during a fit
@@ -387,8 +387,8 @@ class FitTuning:
         Args:
             module: What is trained.
             fit: The fit.
-            device: Where the default group needs its tensors.
-            on_change: Called with the point in force, at first and when it changes, if one is decided on.
+            device: The device on which the default group needs its tensors.
+            on_change: Called with the first point in force and each later one, if rank 0 decides on points.
             slow: Whether the link is known to be slow for the model.
             in_shards: Whether gradients are reduced in shards.
 
@@ -595,8 +595,8 @@ class FitOptions:
         tuning: Decides how steps are taken.
         rules: Which gradients travel compressed, if any.
         counter: Makes the counter of a rank's samples, if gradients are weighted by them.
-        servers: Who averages gradients.
-        await_batch: Waits until the other ranks have begun the present batch, too.
+        servers: The parameter servers, if any average gradients.
+        await_batch: Waits until rank 0 has begun the present batch, too.
     """
 
     scheduler: SchedulerOptions
@@ -617,7 +617,7 @@ def trained(module: nn.Module) -> dict[str, nn.Parameter]:
 def open_wire(
     module: nn.Module, strategy: Any, options: FitOptions, board: FaultBoard, *, routed: bool, in_shards: bool = False
 ) -> Wire:
-    """Agree on sizes with the other ranks, and open what the gradients of a fit travel with.
+    """Agree on sizes with the other ranks, and open the wire on which the gradients of a fit travel.
 
     Every rank calls this at the same point, before DDP wraps the module.
 
@@ -691,7 +691,7 @@ class DecidedFit(Fit):
         self._processors = 1
 
     def module(self) -> nn.Module | None:
-        """Return what is trained, while it exists."""
+        """Return the trained module, while it exists."""
         raise NotImplementedError
 
     @property
@@ -751,7 +751,7 @@ class DecidedFit(Fit):
             names = {id(p): name for name, p in module.named_parameters()}
             self.reads.seen = SeenReads(names, strategy.global_rank, getattr(module, "_trainer", None))
         else:
-            # Partitions by priority bring nothing to a synchronised step; they are used only if the user asked for it.
+            # Partitions by priority do not speed up a synchronised step, so only a user's options switch them on.
             by_itself = self._options.scheduler.mode == "auto" and self._options.scheduler.cross_barrier
             self.mode = StepMode(agree(self._options.scheduler.mode == "ddp" or by_itself))
             self._options.tuning.say_untuned("steps cannot overlap")
@@ -811,7 +811,7 @@ class DecidedFit(Fit):
             plan = replace(plan, placement=self.wire.servers.push_pull.shares.so_far)
         if not plan.overlapped:
             return plan
-        if module is not None:  # what is read unseen, or held, may be found later than the plan was made
+        if module is not None:  # unseen reads, and aliases, may have been found after the plan was made
             unseen, held = names_of(module, reads.unseen), names_of(module, reads.held_elsewhere)
             plan = replace(plan, gated_at_start=unseen, held_elsewhere=held)
         return replace(

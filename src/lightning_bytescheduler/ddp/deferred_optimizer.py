@@ -259,7 +259,7 @@ def whole_steps_for(optimizer: Optimizer, step: object = None) -> Iterator[tuple
             " (torch.optim's SGD, Adam, AdamW and the like are)",
         )
     elif not can_have_a_gate(optimizer):
-        way_out = " (state and param_groups as plain ones keep the overlap)"
+        way_out = " (plain attributes state and param_groups keep the overlap)"
         yield f"{name} has attributes of a kind of its own", way_out
     if not steps_as_its_class(optimizer, step):
         yield (
@@ -277,7 +277,7 @@ def wants_whole_steps(optimizer: Optimizer, step: object = None) -> str | None:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether the optimizer has step hooks, which would be called for each part of a step."""
+    """Whether the optimizer has step hooks, which expect whole steps."""
     return any(
         (
             optimizer._optimizer_step_pre_hooks,

@@ -4,9 +4,9 @@ Most functions report their arguments to a parameter's class. The functions here
 trace code into a graph that a step must not become part of, or compute differently for unknown classes. Each is
 replaced where PyTorch looks it up, by a function that opens gates and calls the original:
 
-- *transforms* (``torch.func``, ``torch.vmap``, ``torch.autograd.functional``) wrap tensors level by level; wrapped
-  tensors are opened. Tensors that they close over are touched as usual (``plain_mode`` takes the step outside of the
-  transform);
+- *transforms* (``torch.func``, ``torch.vmap``, ``torch.autograd.functional``) wrap tensors level by level; gates of
+  wrapped tensors open. Tensors that the transformed function closes over are touched as usual (``plain_mode`` takes the
+  step outside of the transform);
 - *fast paths* (attention, transformer layers) check whether an argument is of a subclass: once open, it is not;
 - *tracers and exporters* (``torch.jit``, ``torch.export``, ``make_fx``, ``torch.onnx``, CUDA graphs) begin with all
   gates open, and scripted or traced modules are known to be read unseen from then on;
@@ -17,15 +17,15 @@ replaced where PyTorch looks it up, by a function that opens gates and calls the
   ``torch._functorch.utils.unwrap_dead_wrappers``, looked up at each call. ``apply`` itself is unchanged, so this also
   holds for ``apply`` methods stored as functions (``attention = Attention.apply``), for subclasses that override it,
   and for Dynamo, which recognises custom functions by their ``apply``. PyTorch 2.14 has ``apply`` in C without such a
-  look-up: there ``apply`` itself is replaced, and one that was stored as a function before the fit is not seen.
+  look-up: there ``apply`` itself is replaced, and an ``apply`` stored as a function before the fit is not seen.
 
-They are replaced for a whole fit, by functions that Dynamo may trace: these do nothing while it compiles, so compiled
+All are replaced for a whole fit, by functions that Dynamo may trace: these do nothing while it compiles, so compiled
 code does not depend on gates. Where Dynamo runs a custom function uncompiled, it must not trace the code around it: the
 replacement there is one permanent object that Dynamo is told to skip.
 
 Not seen: weights that are only reachable from the arguments, such as a module's, and kernels called without a custom
-function. Observation of the first and later iterations finds those (``gates.py``), and also functions that a version of
-PyTorch does not have. ``compiled_calls.py`` handles calls of ``torch.compile``.
+function. Observation of the first and later iterations (``reads.py``) finds those reads, and also reads by other
+functions where a version of PyTorch lacks one of these. ``compiled_calls.py`` handles calls of ``torch.compile``.
 
 A forked child has its parent's memory and none of its threads, so a closed gate would wait forever there. All gates
 open before a fork, on whichever thread it happens: the parent waits for pending updates, and the child has plain
@@ -161,7 +161,7 @@ _NEED_ALL_OPEN = {
     ("torch.cuda.graphs", "CUDAGraph.replay"): "the replay of a CUDA graph",
 }
 
-_RUN_BACKWARD = ("torch.autograd", "torch.autograd.graph")  # modules that look the function up
+_RUN_BACKWARD = ("torch.autograd", "torch.autograd.graph")  # modules that look up ``_engine_run_backward``
 
 
 def watch_entry_points(fit: Watching) -> Callable[[], None]:

@@ -1,12 +1,12 @@
 """``Fabric(strategy="bytescheduler")``: DDP in a user's own training loop, with ByteScheduler's communication.
 
-A loop in Fabric has none of the Trainer's hooks. These take their place:
+A loop in Fabric lacks the Trainer's hooks. These take their place:
 
 - *forward pass*: that of the wrapped module, while gradients are enabled (:class:`ScheduledDataParallel`);
 - *backward pass*: ``fabric.backward``, which calls the strategy;
 - *optimizer step*: ``optimizer.step()`` of the optimizer returned by ``fabric.setup``, which calls the strategy;
-- *decisions*: at the end of the first optimizer step. It is always synchronised, and every rank reaches it after the
-  same backward pass;
+- *decisions*: at the end of the first optimizer step, which is always synchronised and which every rank reaches after
+  the same backward pass;
 - *end*: there is none. Reads of weights, gradients or optimizer state wait at a gate, and the process waits for all
   pending updates when it exits.
 
@@ -104,7 +104,7 @@ class FabricFit(DecidedFit):
         self.start()
 
     def wrap(self, module: nn.Module, device_ids: list[int] | None) -> ScheduledDataParallel:
-        """Wrap the module with DDP whose gradients go to the scheduler."""
+        """Wrap the module with DDP, and hand its gradients to the scheduler."""
         ddp = {**self._strategy._ddp_kwargs, **self.bucket_cap_mb}
         model = ScheduledDataParallel(self, module=module, device_ids=device_ids, **ddp)
         self.take_over(model)
@@ -161,7 +161,7 @@ class FabricFit(DecidedFit):
         return output
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
-        """Clip gradients by value when they have arrived; ``False`` if the caller has to clip now."""
+        """Clip gradients by value when they have arrived; return ``False`` if the caller has to clip now."""
         return False not in self._has(optimizer) and self.step.clip_value(optimizer, limit)
 
 
@@ -240,7 +240,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             policy=policy,
         )
         self.fit: FabricFit | None = None
-        self._until_end = ExitStack()  # what ends with the training
+        self._until_end = ExitStack()  # contexts that last as long as the training
         self._trains = False
         super().__init__(**launch, **kwargs)
         self._fit_options = FitOptions(
@@ -259,7 +259,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
 
     @property
     def plan(self) -> OverlapPlan | None:
-        """What overlaps in that module, and why not; ``None`` before its first step."""
+        """What overlaps in the scheduled module, what does not, and why; ``None`` before its first step."""
         return self._so_far()[0]
 
     # ------------------------------------------------------------------ life cycle
@@ -291,7 +291,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         if self.fit is not None:
             if not self.reduce_boolean_decision(self.fit.is_gone):
                 rank_zero_info(
-                    "bytescheduler: one module has its gradients scheduled, the first that was set up; DDP itself "
+                    "bytescheduler: only the gradients of the first module that was set up are scheduled; DDP itself "
                     f"reduces those of {type(module).__name__}. To have them scheduled too, set up one module with "
                     "both inside."
                 )
@@ -311,7 +311,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         """See DDPStrategy."""
         if self._board is not None and self._board.fault is not None:
             raise self._board.fault
-        if not self._trains:  # another rank may load a checkpoint that this one does not
+        if not self._trains:  # meet first: another rank may load a checkpoint that this one does not
             self._trains = True
             self._meet("the first backward pass", Introduction(rank=self.global_rank, facts={}))
         with self._explained(), nullcontext() if self.fit is None else self.fit.backward():
@@ -364,13 +364,13 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
     # ------------------------------------------------------------------ end
 
     def end(self, patience: float = _END_S) -> None:
-        """Land pending updates and stop every thread; every rank does so. Modules go on as plain ones.
+        """Apply pending updates and stop every thread; every rank calls this. Modules go on as plain ones.
 
         Args:
             patience: Longest wait for the other ranks, in seconds.
 
         Raises:
-            RankFailedError: If another rank has failed, and with it the last step.
+            RankFailedError: If another rank has failed, so that the last step is incomplete.
         """
         board, in_order = self._board, False
         if board is None:
@@ -378,7 +378,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         try:
             if not self._failed:
                 self.flush()
-                if self.fit is not None:  # each rank waits for the others while it stops, if they end, too
+                if self.fit is not None:  # wait for the other ranks, which end here, too
                     in_order = board.all_reach("end", patience)
         except BaseException as error:
             self.publish_failure(error)
@@ -394,12 +394,12 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
     end_of_worker = end
 
     def teardown(self) -> None:
-        """See DDPStrategy. Fabric never calls this; a script may, and otherwise the process does the same at exit."""
+        """See DDPStrategy. Fabric never calls this; a script may. Otherwise the process does the same at exit."""
         self.end()
         super().teardown()
 
     def _end_before_exit(self) -> None:
-        """Register the end to run first at exit: later handlers stop threads, and pending updates would be lost."""
+        """Make the end run first at exit: other handlers stop threads, and pending updates would be lost."""
         atexit.unregister(self._end_at_exit)
         atexit.register(self._end_at_exit)
 
@@ -414,9 +414,9 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
 _lost_at_exit: list[Exception] = []
 
 
-@atexit.register  # before all that a script registers: it runs after that
+@atexit.register  # registered before a script's handlers, so it runs after them
 def _exit_with_failure() -> None:
-    """Exit with status 1, as Python's exit status ignores failures at exit."""
+    """Exit with status 1 after a failure at exit, which Python's own status ignores."""
     if _lost_at_exit:
         logging.shutdown()
         sys.stdout.flush()

@@ -133,7 +133,7 @@ class TrainingStream:
 
 
 class BucketFutures:
-    """The futures of buckets that DDP gets: completed, as a step waits by itself, now or later."""
+    """The futures that DDP gets for its buckets. They are completed, as a step waits for gradients itself."""
 
     def __init__(self, device: torch.device) -> None:
         self._devices: list[int | str | torch.device] | None = [device] if device.type == "cuda" else None
@@ -159,7 +159,7 @@ class Progress:
         handed_over: The last step whose backward pass has ended.
         waiting: Whether the training thread may be waiting for other ranks' gradients.
         in_backward: Id of the thread within the strategy's backward pass; 0 outside of one.
-        backward_start: Its beginning.
+        backward_start: When that pass began, in seconds of the record's clock.
         last_index: Index of this backward pass's latest bucket.
         first_forward: The forward pass whose gradients the first hook got; ``None`` before it.
     """
@@ -328,8 +328,8 @@ class Fit:
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP's comm hook, called in order of bucket index on every rank; see ``register_comm_hook``."""
         index, progress = bucket.index(), self.progress
-        # Hooks run in order of index, so another pass has begun. But in the first pass of a static graph DDP gives
-        # index 0 to all buckets, and calls none of them the last.
+        # Hooks run in order of index, so an index that is not larger begins another pass. But in the first pass of a
+        # static graph DDP gives index 0 to all buckets, and calls none of them the last.
         first_of_static = self.static_graph and self.reads.forward is progress.first_forward
         if index <= progress.last_index and not (first_of_static and progress.last_index != sys.maxsize):
             self._begin_step()
@@ -461,7 +461,7 @@ class Fit:
             self.reads.after_backward(step.number)
             progress.phase = f"after the backward pass, step {step.number}"
             progress.handed_over = step.number
-            # With accumulated gradients it belongs to the next step.
+            # A pass that only accumulates gradients belongs to the next step.
             ends_step = progress.last_index != sys.maxsize
             number, kind = (step.number, step.kind) if ends_step else (step.number + 1, "")
             self.record.backward(progress.backward_start, step=number, kind=kind)

@@ -257,7 +257,7 @@ class Record:
         return seconds
 
     def backward(self, start: float, *, step: int, kind: str) -> None:
-        """Record the backward pass that ends now, of a step of a kind; empty if no gradient was handed over."""
+        """Record the backward pass that ends now. ``kind`` is its step's; empty if no gradient was handed over."""
         if self.timeline is not None:
             args = {"step": step, **({"kind": kind} if kind else {})}
             self.timeline.span("backward", COMPUTE, start, self.clock(), lane=_LANE, args=args)

@@ -2,8 +2,8 @@
 
 While a parameter's gradient is in flight, its class is :class:`GatedParameter`. That class sees every PyTorch function
 that receives the parameter (``__torch_function__``) and lets the gate act first. ``torch.nn.UninitializedParameter``
-uses the same class assignment to become a plain parameter. It is cheap and keeps identity, hooks and optimizer
-state.
+uses the same class assignment to become a plain parameter. The assignment is cheap and keeps identity, hooks and
+optimizer state.
 
 Why parameters and not modules: a gate on a module's forward misses reads elsewhere (tied weights, ``F.linear(x,
 self.embedding.weight)``, a callback that reads weights, ``state_dict()``). A gate on the parameter is exact wherever it
@@ -100,8 +100,8 @@ class GatedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    # These read the instance's __dict__ or class before its data, so the gate has to open first. If only the gradient
-    # is pending the gate stays closed; neither of them copies a gradient.
+    # Both methods read the instance's __dict__ or class before its data, so the gate has to open first. If only the
+    # gradient is pending the gate stays closed, as neither method copies a gradient.
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         _open(self, False)
         with _plain([self]):
@@ -155,14 +155,14 @@ def _open_here(parameter: nn.Parameter, gradient_only: bool) -> None:
     if gate is not None and must_not_wait():
         return
     if gate is None:
-        parameter.__class__ = nn.Parameter  # it has lost its gate, and must not loop
+        parameter.__class__ = nn.Parameter  # the parameter has lost its gate; this call must not loop
         if id(parameter) in _gates:  # another thread has closed one since
             parameter.__class__ = GatedParameter
     else:
         gate.touched(parameter, gradient_only)
 
 
-# Dynamo runs this instead of tracing it, as it would fail on the change of class.
+# Dynamo must run this and not trace it, as a trace fails on the change of class.
 _open: Callable[[nn.Parameter, bool], None] = torch.compiler.disable(_open_here)
 
 

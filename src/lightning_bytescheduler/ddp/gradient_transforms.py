@@ -5,9 +5,9 @@ Each transform runs torch's operations, but when the gradients have arrived inst
 
 Clipping by norm and loss scaling need a number that is known only when all gradients are reduced. The step's first
 update waits for it, during the next forward pass. The number comes from the reduction, so it is valid only for
-gradients as they were reduced. If other code only read gradients (a logger, perhaps on one rank), it is still used, so
-that all ranks clip alike. If other code changed them, the transform is not deferred, and the caller uses the gradients
-themselves.
+gradients as they were reduced. If other code only read gradients (a logger, perhaps on one rank), the number is used,
+so that all ranks clip alike. If other code changed them, the transform is not deferred, and the caller uses the
+gradients themselves.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class StepTransforms:
     def _norm_of(self, parameter: nn.Parameter) -> float:
         reduction = self._reduction
         if not isinstance(reduction, ShardedReduction) or reduction.norms is None:
-            raise RuntimeError("Norms were asked for of gradients that are not reduced in shards.")
+            raise RuntimeError("Norms are known only for gradients that are reduced in shards.")
         self._wait(reduction.norms)
         return reduction.norm(parameter)
 

@@ -37,8 +37,8 @@ _LOOK_FIRST = 2  # passes; DDP has other buckets in the first one
 _LOOK_EVERY = 16
 _LATE = (
     "bytescheduler: a hook of the backward pass looked at gradients of other layers, and did not do so in the first "
-    "passes. It may have met means of all ranks, or parts of them, where strategy='ddp' has this rank's gradients. "
-    "From here on it meets those. To avoid it, look from the first passes on, or set gradient_as_bucket_view=False."
+    "passes. It may have read means of all ranks, or parts of them, where strategy='ddp' has this rank's gradients. "
+    "Now it reads this rank's. To avoid this, read from the first pass on, or set gradient_as_bucket_view=False."
 )
 
 Gradients = dict[int, tuple[nn.Parameter, torch.Tensor]]
@@ -46,7 +46,7 @@ Gradients = dict[int, tuple[nn.Parameter, torch.Tensor]]
 
 
 class OwnGradients:
-    """Handles gradients; see the module. Used by a backward pass's thread, and by autograd's that run its hooks.
+    """Handles gradients; see the module. Used by a backward pass's thread, and by autograd's threads that run hooks.
 
     Args:
         await_means: Waits until the mean gradients of the parameters with the given ids have arrived.

@@ -1,7 +1,7 @@
 """DDP's strategy on ranks that report failures to each other, with or without ByteScheduler's communication.
 
 Before a training the ranks compare versions, strategy, options, models and optimizers (:func:`introduce`). While it
-runs, each knows where the others are (:class:`FitPosition`): hooks count, and any thread may read. A rank publishes its
+runs, each knows how far the others are (:class:`FitPosition`): hooks count, any thread may read. A rank publishes its
 failure first. Errors that follow on other ranks then name that rank. Trainer's and Fabric's strategies share this
 (:class:`JoinedRanks`).
 
@@ -72,11 +72,11 @@ from lightning_bytescheduler.scheduler.options import SchedulerOptions
 _T = TypeVar("_T")
 _TIMEOUT_S = 1800.0
 _NEXT = "what comes next"
-_COMPUTES_S = 10.0  # of a fork, for what takes milliseconds
+_COMPUTES_S = 10.0  # time limit of a fork's computation, which takes milliseconds
 _ENOUGH_FOR_THREADS = 2**20  # values
 _ONE_CHECKPOINT = (
     "Have each rank resume from the same file: copy it to every machine, or use a folder that all of them share. In "
-    "Fabric, what one rank alone looks at is read with fabric.load_raw or torch.load."
+    "Fabric, read a file for one rank alone with fabric.load_raw or torch.load."
 )
 
 OUTER_STATE = "lightning_bytescheduler.diloco"
@@ -179,8 +179,8 @@ class FitPosition:
         """Record that a batch begins."""
         self._batches += 1
         self._epoch_batches += 1
-        # Otherwise nothing is known of the last collective: a rank inside it may get through. On a CPU another group
-        # counts (``sigterm.py``).
+        # Lightning begins each batch with a collective, and this is its number. On a CPU that collective is on another
+        # group (``sigterm.py``).
         if self._trainer.strategy.root_device.type != "cpu":
             self._launched_at_batch = _launched()
 
@@ -273,10 +273,10 @@ class JoinedRanks:
     _failed: bool = False
     _lost_weights: SchedulerClosedError | None = None  # in the last fit
     _outcome: tuple[OverlapPlan | None, SchedulerStatistics | None] = None, None  # of the last fit
-    _launchers: ClassVar[tuple[type, Any]]  # one of Lightning's, and what takes its place
+    _launchers: ClassVar[tuple[type, Any]]  # Lightning's, and the class that replaces it
 
     def __repr__(self) -> str:
-        # The other Lightning package's Trainer takes this class for a wrong name, and shows only this.
+        # The Trainer of the other Lightning package takes this object for a wrong name, and shows only this text.
         return f"<{type(self).__name__} of {PACKAGE!r}>"
 
     def flush(self) -> None:
@@ -328,11 +328,11 @@ class JoinedRanks:
 
     @contextmanager
     def _rendezvous(self, strategy: str, ranks: int) -> Iterator[dist.Store | None]:
-        """Meet the other ranks; within, connect to them: if a rank cannot, all ranks end and name it.
+        """Meet the other ranks. The caller connects to them in the context; if a rank cannot, all ranks end, naming it.
 
         Args:
-            strategy: Its name, which all ranks must share.
-            ranks: How many there are.
+            strategy: Name of the strategy, which all ranks must share.
+            ranks: Number of ranks.
 
         Yields:
             A part of the job's store that no earlier start has written to; ``None`` if there is no rank to meet.
@@ -349,7 +349,7 @@ class JoinedRanks:
                     f"bytescheduler: ranks connect through {interface}, which leads to {environment.main_address}, as "
                     f"this machine's name does not ({VARIABLE} chooses another one)."
                 )
-        # Processes launched by this one would look for its store for half an hour if it could not open it.
+        # If this process could not open its store, processes that it launched would look for it for half an hour.
         orphans = list(getattr(getattr(self, "_launcher", None), "procs", ()))
         for process in orphans:
             atexit.register(process.kill)
@@ -412,7 +412,7 @@ class JoinedRanks:
 
         Args:
             path: This rank's checkpoint; ``None`` if it has none.
-            written: When it was written.
+            written: Its epoch and step, in words.
             **facts: More facts that have to be the same.
         """
         if self._board is not None:
@@ -482,7 +482,7 @@ class JoinedRanks:
         """Turn an error that follows from another rank's failure into one that names the rank.
 
         Args:
-            waits_in: The collective of the default group inside of it, for the other ranks to know.
+            waits_in: The collective of the default group in the context; other ranks are told of it.
         """
         try:
             with waiting(waits_in) if waits_in else nullcontext():
@@ -537,7 +537,7 @@ class PublishesFailures:
 
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
         if self._one_thread:
-            os.environ["OMP_NUM_THREADS"] = "1"  # which Lightning leaves as it is
+            os.environ["OMP_NUM_THREADS"] = "1"  # Lightning does not overwrite it
             torch.set_num_threads(1)
         try:
             super()._wrapping_function(*args, **kwargs)  # type: ignore[misc]

@@ -1,8 +1,8 @@
-"""Who reads parameters, when, and whether a gate sees it; and what the user is told of reads that cost something.
+"""Observes when parameters are read and whether a gate sees it, and tells the user which reads cost something.
 
-The order of first use is the priority of buckets. What is read without a touch is found in the first iteration, in
-later ones (:class:`Reads`) or by its references (:class:`AliasDetector`). Code that reads weights or gradients between
-steps costs overlap; it is named once (:class:`SeenReads`).
+The order of first use is the priority of buckets. Parameters that are read without a touch are found in the first
+iteration, in later ones (:class:`Reads`) or by references to them (:class:`AliasDetector`). Code that reads weights or
+gradients between steps costs overlap; it is named once (:class:`SeenReads`).
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ log = logging.getLogger(__name__)
 
 ENOUGH = 20  # steps of which most were read early, before a line is logged
 _OWNERS = (pl.Callback, pl.LightningModule, Logger)
-_TOLD_APART_EVERY = 16  # passes
+_TOLD_APART_EVERY = 16  # steps
 
 
 class SeenReads:
@@ -244,7 +244,7 @@ class SeenReads:
     def waited_early(self) -> None:
         """Count a reader that waits between two forward passes; it is reported once it has waited in most steps.
 
-        Called once between two, on the reader's thread, without a lock.
+        Called once between two passes, on the reader's thread, without a lock.
         """
         if self._trainer is None or not self._trainer.training or (reader := _reader(sys._getframe(1))) is None:
             return
@@ -260,7 +260,7 @@ class SeenReads:
             )
 
     def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
-        """Tell that ``parameters`` were read past their gates in ``step``, certainly or possibly before the update.
+        """Report that ``parameters`` were read past their gates in ``step``, certainly or possibly before the update.
 
         Warns on rank 0, logs an error on the others.
         """
@@ -295,7 +295,7 @@ class ForwardPass:
 
     Attributes:
         touched_buckets: Indices of buckets in the order in which it opened their gates.
-        read_early: Whether code has waited between its end and the next one's start.
+        read_early: Whether code has waited between its end and the start of the next pass.
     """
 
     __slots__ = ("read_early", "start", "touched_buckets", "under_way")
@@ -315,18 +315,18 @@ class Reads:
 
     *Unseen reads.* A parameter that nothing touched in this pass and that gets a gradient was read past its gate. Such
     reads may also begin later, as those of a kernel that is switched on: the update was pending, nothing touched the
-    parameter in the forward pass, and it gets a gradient in the backward pass. A bucket's gate opens for all its
-    parameters, which hides the others. So in one pass out of sixteen these keep a gate that only records their touches.
+    parameter in the forward pass, and it gets a gradient in the backward pass. A touch of one parameter opens its whole
+    bucket, which hides reads of the others. So in one step out of sixteen these keep a gate that only records touches.
 
-    Cost: one more touch of each parameter in one pass out of sixteen. Not found: reads without a gradient, and a
+    Cost: one more touch of each parameter in one step out of sixteen. Not found: reads without a gradient, and a
     parameter that is read unseen and then touched in the same forward pass.
 
     Args:
-        parameters: The trained parameters, in registration order, which is that of parameters that are not touched.
+        parameters: The trained parameters in registration order, which is also the order of untouched ones.
         by_first_use: Whether a bucket's position is its first use in the forward pass; if false, its index.
 
     Attributes:
-        seen: Takes what the user is told.
+        seen: Counts costly reads and reports them to the user.
         forward: The present or last forward pass.
         unseen: Ids of parameters that are read without a touch; their updates are taken in the step.
         held_elsewhere: Ids of parameters whose memory other code held at the last check.
@@ -358,8 +358,8 @@ class Reads:
     def position_of(self, index: int, parameters: Iterable[nn.Parameter]) -> int:
         """Return a bucket's position in the forward pass: its priority.
 
-        It is the earliest of its parameters. Those that are read unseen come first, as their step does not wait for the
-        forward pass. Unused ones come last, in the order of registration.
+        It is the earliest position of its parameters. Parameters that are read unseen come first, as their step does
+        not wait for the forward pass. Unused ones come last, in the order of registration.
 
         Args:
             index: The bucket's.
@@ -470,7 +470,7 @@ class Reads:
         return lambda _: self._with_gradient.add(key)
 
     def after_backward(self, step: int) -> None:
-        """Find newly read parameters, which are stepped within the step from here on.
+        """Find parameters that were read unseen; their updates are taken within the step from here on.
 
         Ranks may differ in this, as it changes no message. Call it after all passes of a step, as each may have
         gradients of other layers.

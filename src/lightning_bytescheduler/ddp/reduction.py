@@ -114,7 +114,7 @@ class FactoredBucket(Protocol):
 
 
 class Reduction:
-    """Turns the buckets of one backward pass into tasks, as the codec says: one all-reduce for each without one.
+    """Turns the buckets of one backward pass into tasks, as the codec says. Without a codec, each is one all-reduce.
 
     Args:
         route: How parts travel.
@@ -144,7 +144,7 @@ class Reduction:
 
         Args:
             bucket: The next bucket; the current stream has written it.
-            on_end: Called once when the task has ended; not where streams wait.
+            on_end: Called once when the task has ended, but not where streams wait for the result.
 
         Returns:
             The task that ends when the buffer holds the mean.

@@ -1,6 +1,6 @@
 """Residuals of error feedback in one fit: one flat fp32 tensor for each parameter, by the parameter's name.
 
-With PowerSGD it also holds the factors with which the next step's power iteration begins. They are the same on all
+With PowerSGD, the factors with which the next step's power iteration begins are kept, too. They are the same on all
 ranks.
 
 A residual has the layout of its gradient in the bucket. Residuals are not saved: a fit that goes on from a checkpoint
@@ -21,13 +21,13 @@ from lightning_bytescheduler.compression.powersgd import PowerSGD
 
 __all__ = ["Residuals"]
 
-_FIRST = 1024  # elements of a gradient that are looked at first to see that it is not zero
+_FIRST = 1024  # elements of a gradient that are checked first; a nonzero value there decides
 
 
 class Residuals:
     """One rank's residuals. The training thread uses them while no gradient is in flight.
 
-    Otherwise threads that send use :meth:`to_change`, each for its own parts; only one of them creates residuals.
+    While gradients are in flight, sending threads use :meth:`to_change`, each for its own parts; one creates residuals.
 
     Args:
         parameters: The compressed parameters by name.
@@ -62,7 +62,7 @@ class Residuals:
         return known
 
     def to_change(self, name: str, size: int) -> Tensor:
-        """Return a parameter's residual; at its first call in a step, keep the value if that may be restored.
+        """Return a parameter's residual; the first call in a step keeps its old value, if that may be restored.
 
         While an earlier step's gradient is pending, the older value is kept.
         """
@@ -107,8 +107,8 @@ class Residuals:
         """Begin a step with ``loss_scale``; ``None`` if steps are never skipped.
 
         A smaller scale than before means that the last step overflowed and was skipped. Then the earlier residuals are
-        restored, as are those of mean gradients that were dropped without a step. One that was not applied and not
-        dropped is still there, and this step's is added.
+        restored, as are those of mean gradients that were dropped without a step. A mean gradient that was neither
+        applied nor dropped is still there, and this step's is added to it.
         """
         if loss_scale is not None and loss_scale < self._scale:
             self.take_back(self.changed)

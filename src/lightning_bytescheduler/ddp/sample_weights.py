@@ -42,7 +42,7 @@ from lightning_bytescheduler.checks import did_you_mean, is_whole
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange, PostedNumbers
 from lightning_bytescheduler.exceptions import OptionError
 
-_UNDER_WAY = 64  # batches that the host may be ahead
+_UNDER_WAY = 64  # most batches that the host may be ahead of the GPU
 
 
 class _Batch:
@@ -140,7 +140,7 @@ class DeviceTime:
 
 
 NUMBERS = 3
-"""What a rank posts with a batch: its samples, then samples and nanoseconds of the previous batch, if known."""
+"""How many numbers a rank posts with a batch: its samples, then samples and nanoseconds of an earlier batch."""
 
 _WEIGHTINGS = ("ranks", "samples")
 _LENGTHS_SHOWN = 4
@@ -553,7 +553,7 @@ class RobustMean:
 
     Args:
         window: How many values count.
-        faster: Values below the mean divided by that are well below.
+        faster: Values below the mean divided by this factor are well below.
 
     Attributes:
         mean: The estimate, or ``None`` before the first value.
@@ -568,9 +568,9 @@ class RobustMean:
         """Record a value."""
         self._values.append(value)
         if value == self.mean and self._values.count(value) == len(self._values):
-            return  # as with most batch sizes
+            return  # all values are equal, as most batch sizes are
         before, recent = list(self._values)[:-_CHANGED_AFTER], list(self._values)[-_CHANGED_AFTER:]
-        # Whether all may be well above, or below, the mean of the others, which is somewhere between these.
+        # A cheap test first: the mean of the others is between the least and the greatest of them.
         if before and (min(recent) > min(before) * _CHANGED_BY or max(recent) < max(before) / self._faster):
             mean = _middle_mean(before)
             if min(recent) > mean * _CHANGED_BY or max(recent) < mean / self._faster:

@@ -1,20 +1,20 @@
 """Handles SIGTERM in a fit, in place of Lightning's handling, which is a collective on the training thread.
 
-As each batch begins, Lightning broadcasts from rank 0 whether it has got a SIGTERM. A rank that gets one broadcasts at
-once, and no other rank joins. So a rank other than rank 0 waits forever, and all others wait for it.
+As each batch begins, Lightning broadcasts whether rank 0 has got a SIGTERM. A rank that gets one calls the broadcast at
+once, and no other rank joins. If that is not rank 0, it waits forever, and all others wait for it.
 
-Where ranks train together the broadcast of each batch remains. It keeps a rank from handing over gradients of a batch
-that another rank has not begun, so that a late rank can be named. But it is asynchronous: it runs while the batch is
-loaded and goes forward, and is awaited before the backward pass. It has its own group: after a failure a rank may have
-begun more batches than another, and its receives must not match other broadcasts. On GPUs it is Lightning's broadcast.
+Where ranks train together the broadcast of each batch remains. So no rank hands over gradients of a batch that another
+rank has not begun, and a late rank can be named. But it is asynchronous: it runs during the loading and the forward
+pass, and is awaited before the backward pass. It has its own group: after a failure a rank may have begun more batches
+than another, and its receives must not match other broadcasts. On GPUs Lightning's broadcast is used.
 
-SLURM's signal before a job's time limit: all ranks save after the same step, and the job is requeued. Lightning saves
-in the signal handler, at any instruction of a step or a collective, and at another one on each rank. Saving needs the
-same collectives on all ranks, so they could wait for each other forever or save half a step. Here the handler only sets
-a flag. The ranks agree on a batch (``failures/board.py``), and at the end of its step all do what Lightning does:
+After SLURM's signal before a job's time limit all ranks save after the same step, and the job is requeued. Lightning
+saves in the signal handler: at any instruction of a step or a collective, at a different one on each rank. Saving needs
+the same collectives on all ranks, so they could wait for each other forever or save half a step. Here the handler only
+sets a flag. The ranks agree on a batch (``failures/board.py``), and at the end of its step all do Lightning's work:
 save the checkpoint for the requeued job, and run ``scontrol requeue``. Training goes on until SLURM ends it.
 
-Why all save after the same step: they agree on the batch, and the same batch ends the step on all ranks.
+All save after the same step, as they agree on the batch and the same batch ends the step on all ranks.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class RequeueForAll(pl.Callback):
     """Saves and requeues at the end of a step, once a signal has reached any rank.
 
     Args:
-        stop: The ranks' agreement on a batch, used for this only, as training goes on after it. ``None`` on one rank.
-        failure: Returns the reason if the other ranks will not answer.
+        stop: The ranks' agreement on a batch, for this signal only, as training goes on after it. ``None`` on one rank.
+        failure: Returns the reason why the other ranks will not answer, if any.
         timeout: Longest wait for them, in seconds.
     """
 
@@ -81,7 +81,7 @@ class RequeueForAll(pl.Callback):
         requeue = getattr(connector, _HANDLER)
 
         def handle(signum: int, frame: FrameType | None) -> None:
-            log.info("[rank %d] has got signal %d: the job is saved and requeued", trainer.global_rank, signum)
+            log.info("[rank %d] got signal %d: saves, and requeues the job", trainer.global_rank, signum)
             self.ask()
 
         environment: Any = trainer._accelerator_connector.cluster_environment
@@ -164,8 +164,8 @@ def own_sigterm(
 def sigterm_ends_at_once(environment: ClusterEnvironment | None) -> Iterator[None]:
     """Let a SIGTERM end this process at once while ranks connect to each other.
 
-    Nothing can be lost yet. Python would not run a handler while the thread is in gloo's code, waiting for a rank that
-    has got the signal, too. Torchrun's agents, which end all ranks when a machine joins, wait 30 s before they kill.
+    Nothing can be lost yet. Python would not run a handler while the thread is in gloo's code and waits for a rank that
+    got the signal, too. Torchrun's agents end all ranks when a machine joins, and wait 30 s before they kill.
 
     Args:
         environment: The cluster environment; Lightning handles signals for processes that it has started.
@@ -187,13 +187,13 @@ def ends_by_sigterm(exception: SIGTERMException, rank: int) -> None:
     exception.code = 128 + signal.SIGTERM
     log.warning("[rank %d] A SIGTERM, to this rank or another one, ends training: exit code %d", rank, exception.code)
     for thread in threading.enumerate():
-        # it would kill this process, which may be saving, after another one has ended like this
+        # it kills this process, which may be saving, once another one has ended with this code
         if thread.name == _OBSERVER:
             vars(thread)["_child_processes"] = []
 
 
 class SigtermForAll:
-    """A SIGTERM for any rank ends all ranks before the same batch, of training or validation."""
+    """After a SIGTERM to any rank, ends all ranks before the same batch, of training or validation."""
 
     def __init__(self, trainer: pl.Trainer, board: FaultBoard) -> None:
         self._trainer = trainer
@@ -207,7 +207,7 @@ class SigtermForAll:
     def handled(self) -> Iterator[None]:
         """Handle SIGTERM during a run; all ranks enter this.
 
-        A signal that came too late to end the run is passed to Lightning.
+        A signal that comes too late to end the run is passed on to Lightning.
         """
         if self._trainer.state.fn == TrainerFn.FITTING and self._strategy.root_device.type == "cpu":
             with short_turns():  # for gloo's threads
@@ -247,7 +247,7 @@ class SigtermForAll:
             self._begun = None
 
     def call_off(self) -> None:
-        """Cancel at the end of a run any wait for a batch that rank 0 does not have. Idempotent."""
+        """At the end of a run, cancel a wait for a batch that rank 0 does not have. Idempotent."""
         begun, self._begun = self._begun, None
         group, self._group = self._group, None
         if group is None:
@@ -277,9 +277,9 @@ class SigtermForAll:
         failure, timeout = self._strategy._no_hope, self._strategy._longest_wait_s
         if not self._stop.begin_batch(failure, timeout, trains=trains):
             return
-        # A slower rank may still be in its last batch. If this rank ended now, that rank would lack its gradients.
+        # A slower rank may still be in its last batch, and would lack this rank's gradients if it ended now.
         self._strategy.flush()
         if not self._board.all_reach("stopped", min(timeout, _ALL_STOP_S)):
-            log.warning("[rank %d] ends by a SIGTERM, and not all others have come as far", self._trainer.global_rank)
+            log.warning("[rank %d] ends after a SIGTERM; some ranks have not got as far", self._trainer.global_rank)
         self._received()
         raise SIGTERMException

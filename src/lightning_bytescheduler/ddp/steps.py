@@ -1,10 +1,10 @@
 """The two kinds of steps: overlapped, whose updates are pending between two backward passes, and plain, as with DDP.
 
-*Overlapped* (:class:`OverlappedStep`): it waits for gradients, steps, and opens gates. A bucket's gate opens after the
-bucket's update, so another thread that touches one of its parameters waits. Otherwise it would read last step's
-weights, or save for its backward pass a tensor that the update then changes in place. Buckets that have arrived are
-stepped while a thread waits for another one. Their gates stay closed until a touch, as touches show the order of use,
-and which reads are unseen.
+*Overlapped* (:class:`OverlappedStep`): the step waits for gradients, updates parameters, and opens gates. A bucket's
+gate opens after the bucket's update, so another thread that touches one of its parameters waits. Otherwise that thread
+would read last step's weights, or save for its backward pass a tensor that the update then changes in place. While a
+thread waits for one bucket, others that have arrived are stepped. Their gates stay closed until a touch: touches show
+the order of use, and which reads go unseen.
 
 States of a bucket's update. The training thread, or another thread that touches a parameter, changes them under the
 lock::
@@ -18,29 +18,29 @@ lock::
               state, as other threads wait for the lock
     DONE      parameters are plain again
 
-Lock order: ``Fit.lock``, then a task's or the core's. Threads of the scheduler never take it. A thread that
-touches a parameter while another one applies its bucket waits for this lock, with any locks that it holds itself. No
-thread waits for such other locks while holding this one. Under it there is only the wait for a task, which scheduler
-threads, an abort or the timeout end, and the optimizer's arithmetic. A listener, which may log, is called without it. A
+Lock order: ``Fit.lock``, then a task's or the core's. Threads of the scheduler never take it. A thread that touches a
+parameter while another one applies its bucket waits for this lock, and may hold locks of its own. No thread waits for
+such locks while it holds this one. Only two things happen under it: the wait for a task, which scheduler threads, an
+abort or the timeout end, and the optimizer's arithmetic. A listener may log, so it is called without the lock. A
 failure anywhere aborts the core, so each of these waits ends with an error.
 
 A signal handler runs on the training thread at any point. If that thread is under the lock, a touch or a flush in the
 handler changes nothing and sees things as they are, as in the middle of an optimizer's step.
 
 *Plain* (:class:`PlainStep`): its gradients are awaited at the end of the backward pass. DDP gets completed futures, and
-the hook of the last bucket waits. A future that another thread completes would take the interpreter from the backward
-pass once per bucket, and DDP's wait could not be ended. On a CPU all gradients have arrived when the last hook returns;
-on a GPU the current stream waits for them.
+the hook of the last bucket waits. If another thread completed the futures, it would take the interpreter from the
+backward pass once per bucket, and DDP's wait could not be ended. On a CPU all gradients have arrived when the last hook
+returns; on a GPU the current stream waits for them.
 
-The scheduler sends the buckets (:class:`ScheduledBuckets`), or they are merged into messages about as large as DDP's,
-past the scheduler (:class:`MergedBuckets`): buckets are smaller than DDP's, as each gates a layer, and cannot be
-changed once DDP has made them. On a CPU merging costs copies, so buckets are merged only up to the size at which a
-message's start-up time is small beside its transfer (:func:`merged_bytes`).
+Either the scheduler sends the buckets (:class:`ScheduledBuckets`), or they bypass it, merged into messages about as
+large as DDP's (:class:`MergedBuckets`). Buckets are smaller than DDP's, as each gates a layer, and cannot be changed
+once DDP has made them. On a CPU merging costs copies, so buckets are merged only up to the size at which a message's
+start-up time is small beside its transfer (:func:`merged_bytes`).
 
 Why ranks agree on merged messages: DDP calls its hook in the order of buckets on every rank, and only the training
-thread sends here. The data group belongs to the scheduler's core otherwise. It is idle here, as all of the last step
-has arrived on this rank, so every rank has launched it. With weights by samples, messages that are formed before this
-rank's weight is known wait for it, in the order in which they were formed; their contents do not depend on it.
+thread sends here. Otherwise the data group belongs to the scheduler's core. It is idle now: all of the last step has
+arrived on this rank, so every rank has launched it. With weights by samples, messages formed before this rank's weight
+is known wait for it, in their order. Which buckets a message holds does not depend on the weight.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class BucketUpdate:
 
     @property
     def is_closed(self) -> bool:
-        """Whether a touch may find something to do."""
+        """Whether a touch may have to wait or to update."""
         return self.state in (UpdateState.REDUCING, UpdateState.DUE, UpdateState.STEPPED)
 
     def is_gateable(self) -> bool:
@@ -139,7 +139,7 @@ class BucketUpdate:
         return all(can_be_gated(p) for p in self.bucket.parameters)
 
     def is_unseen(self) -> bool:
-        """Whether touches of a parameter may be missed."""
+        """Whether touches of one of its parameters may go unseen."""
         unseen = self.step.fit.reads.unseen
         return not self.is_gateable() or any(id(p) in unseen for p in self.bucket.parameters)
 
@@ -176,11 +176,11 @@ class BucketUpdate:
             elif self.state is UpdateState.REDUCING and gradient_only:
                 self.await_gradient()
             elif self.state in (UpdateState.REDUCED, UpdateState.DONE):
-                with fit.stream.entered():  # another thread has enqueued the step on its own stream
+                with fit.stream.entered():  # another thread enqueued the update on its own stream
                     self.open_gate()
         gate = gate_of(parameter)
         if gate is not None and gate is not self:
-            gate.touched(parameter, gradient_only)  # closed while this thread waited
+            gate.touched(parameter, gradient_only)  # another step closed it while this thread waited
 
     def open_all(self, reason: str) -> None:
         """See :class:`~lightning_bytescheduler.ddp.gates.Gate`; on any thread."""
@@ -234,9 +234,9 @@ class BucketUpdate:
 
     @contextmanager
     def _opening(self, then: UpdateState, *, touched: bool = False) -> Iterator[None]:
-        """Wrap the work that the gate guards: other threads find it closed and wait for the lock.
+        """Wrap the work that the gate guards: other threads find the gate closed and wait for the lock.
 
-        The gate opens even if the work fails, as nothing is left to wait for.
+        The gate opens even if the work fails, as there is nothing to wait for then.
         """
         self.state = UpdateState.OPENING
         try:
@@ -333,7 +333,7 @@ class OverlappedStep(TrainingStep):
         with fit.lock:
             self._await_unseen()
             deferrable = [u for u in self.updates if u.state is UpdateState.REDUCING]
-            # If the backward pass left a bucket out, the gates never closed; DDP raises at the next forward pass.
+            # If the backward pass left a bucket out, not all gates are closed; DDP raises at the next forward pass.
             why_whole = _why_whole(optimizer, own_step) if self._all_closed else None
             if self._all_closed and deferrable and not why_whole:
                 self._defer(optimizer, deferrable)
@@ -425,7 +425,7 @@ class OverlappedStep(TrainingStep):
         """See :class:`TrainingStep`."""
         with self.fit.lock:
             self._flush()
-            self.updates = []  # they refer back to this step; clear them to free memory at once
+            self.updates = []  # updates and step refer to each other; this frees memory at once
             self.transforms.let_go()
 
     def before_fork(self) -> None:
@@ -498,7 +498,7 @@ class OverlappedStep(TrainingStep):
             self._due.complete()
             self._due = None
             for update in self.updates:
-                update.due = None  # it refers to the optimizer's state, whose references are counted
+                update.due = None  # it holds the optimizer's state, and ``state_is_kept`` counts references
         if self._optimizer is not None:
             open_state(self._optimizer)
             self.transforms.update_scale()
@@ -538,7 +538,7 @@ class ScheduledBuckets:
         self._tasks.append(self._reduction.reduce(known))
 
     def finish(self) -> float:
-        """Wait for all buckets, after the last one; returns the seconds of idle waiting, infinite if unknown.
+        """Wait for all buckets, once all are sent; returns the seconds of idle waiting, infinite if unknown.
 
         Raises:
             BaseException: The error of a reduction.
@@ -550,11 +550,11 @@ class ScheduledBuckets:
         return clock() - start
 
     def fail(self, error: BaseException) -> None:
-        """End with ``error`` what does not wait for the scheduler's core: nothing here."""
+        """End waits that the scheduler's core does not end with ``error``: there are none here."""
 
 
 def merged_bytes(device: torch.device, link: LinkEstimate | None) -> int:
-    """Return the size of a message from which no bucket is added; the same on all ranks, which know the same link.
+    """Return the size at which a message is sent; the same on all ranks, as they know the same link.
 
     Args:
         device: Where gradients live.
@@ -568,12 +568,12 @@ def merged_bytes(device: torch.device, link: LinkEstimate | None) -> int:
 
 
 class MergedBuckets:
-    """Buckets that are merged, past the scheduler; see the module and :class:`ScheduledBuckets`.
+    """Buckets that bypass the scheduler, merged; see the module and :class:`ScheduledBuckets`.
 
     Args:
-        limit: Bytes from which a message is sent, see :func:`merged_bytes`; 0 to send buckets unmerged.
+        limit: Bytes at which a message is sent, see :func:`merged_bytes`; 0 to send buckets unmerged.
         weight: This rank's weight.
-        failure: Returns the reason if another rank has failed and nothing will come.
+        failure: Returns the reason why nothing will come, if another rank has failed.
         record: Called with each message before it is sent; the result, if any, is called with the message's future.
     """
 
@@ -608,7 +608,7 @@ class MergedBuckets:
 
     @classmethod
     def of(cls, fit: Fit, number: int, *, limit: int, processors: int) -> MergedBuckets:
-        """Return those of step ``number``."""
+        """Return the merged buckets of step ``number``."""
         wire = fit.wire
         if wire.route.streams is not None:
             wire.core.drain(wire.timeout)  # NCCL runs in launch order, and this thread launches next
@@ -650,7 +650,7 @@ class MergedBuckets:
         if self._streams_wait:
             return math.inf
         waited = time.perf_counter() - start
-        # Communication that needs the processors that compute the model cannot be hidden.
+        # Communication cannot be hidden if it needs the processors that compute the model.
         if torch.get_num_threads() >= self._processors:
             waited -= (time.process_time() - busy) / self._processors
         return max(waited, 0.0)
@@ -693,7 +693,7 @@ class MergedBuckets:
 
 
 class SentMessages:
-    """Counts the messages of a step as DDP's, and records them on the timeline: they bypass the scheduler's core.
+    """Counts the messages of a step as DDP's and records them on the timeline, as the core does not see them.
 
     On a GPU a message begins and ends when the device reaches it.
     """
@@ -704,7 +704,7 @@ class SentMessages:
         self._count = 0
 
     def sending(self, buffers: Sequence[torch.Tensor]) -> OnArrival | None:
-        """Begin a message of ``buffers``; the result is called with its future, on any thread."""
+        """Note that a message of ``buffers`` begins; the result is called with its future, on any thread."""
         record = self._fit.record
         nbytes = self._fit.wire.route.wire_share * sum(buffer.nbytes for buffer in buffers)
         record.statistics.bytes_sent += nbytes
@@ -729,7 +729,7 @@ class SentMessages:
         return arrived
 
     def _when_reached(self, then: Callable[[], None]) -> None:
-        """Call ``then`` when the current stream has done what is enqueued so far; at once on a CPU."""
+        """Call ``then`` when the current stream has finished its work so far; at once on a CPU."""
         self._fit.wire.route.when_ready(ReadyMark(self._fit.device), then)
 
 
@@ -738,7 +738,7 @@ class PlainStep(TrainingStep):
 
     Args:
         buckets: Averages the step's buckets.
-        on_exposed: Called with the seconds that training has waited idle at the end; may be ``None``.
+        on_exposed: Called with the seconds for which training waited idle at the end; may be ``None``.
         each: Wait in the hook of each bucket, as DDP does not say which one is the last.
     """
 

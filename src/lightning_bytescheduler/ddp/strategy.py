@@ -91,7 +91,7 @@ class ByteSchedulerStrategy(RankStrategy):
         cross_barrier: Carry communication into the next forward pass. ``False`` keeps partitions and priorities but
             waits for the gradients at the end of each backward pass.
         mode: ``"overlapped"``; ``"ddp"`` takes steps as DDP does, with buckets merged to its sizes; ``"auto"`` begins
-            as DDP, unless the link is slow, and overlaps where that is seen to pay. The weights are the same.
+            as DDP, unless the link is slow, and overlaps where measurements show a gain. The weights are the same.
         tuning: What to find during training, see :class:`~lightning_bytescheduler.CreditTuner`: ``"credit"``,
             ``"partition"``, ``"both"``, or ``False``. ``BYTESCHEDULER_CREDIT_TUNING`` and
             ``BYTESCHEDULER_PARTITION_TUNING`` are used if left out. Without them, the credit is tuned if it was left
@@ -231,7 +231,7 @@ class ByteSchedulerStrategy(RankStrategy):
 
     @property
     def plan(self) -> OverlapPlan | None:
-        """What overlaps in the current or last fit, and why not; ``None`` before the first."""
+        """What overlaps in the current or last fit, or why nothing does; ``None`` before the first."""
         (plan, _), shares = self._so_far(), self._sharing.balance
         if plan is None or shares is None:
             return plan
@@ -277,7 +277,7 @@ class ByteSchedulerStrategy(RankStrategy):
     def setup_environment(self) -> None:
         """Join the other ranks, and learn of their failures from here on; see DDPStrategy."""
         super().setup_environment()
-        self._release()  # a failed fit whose teardown was skipped
+        self._release()  # what is left of a failed fit whose teardown was skipped
         self._failed = False
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:

@@ -1,6 +1,6 @@
 """A Trainer's fit, in a strategy whose ranks train together with DDP.
 
-The strategy calls it at each point of a step, and whenever weights have to be final.
+The strategy calls the fit at each point of a step, and whenever weights have to be final.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TrainerFit(DecidedFit):
         Args:
             strategy: The strategy, which has its module.
             options: See the class.
-            board: Tells failures to the other ranks.
+            board: Reports failures to the other ranks.
 
         Raises:
             UnsupportedError: If there is nothing to train, or a part of the model cannot be trained so.

@@ -95,8 +95,8 @@ def agree_on_sizes(
         parameters: All parameters of the model.
         device: Where gradients live.
         in_shards: Whether this rank expects gradients to be reduced in shards; rank 0's expectation counts.
-        ratio: How many times fewer bytes travel because of compression. Partitions become larger by this factor, so
-            that each takes the link as long. Must be the same on all ranks.
+        ratio: How many times fewer bytes travel because of compression. Above 1, partitions become larger by twice this
+            factor, as each part also costs the codecs time. Must be the same on all ranks.
         architecture: Who averages gradients; must be the same on all ranks.
     """
     busy_processor, device = device.type == "cpu", groups.wire_device(device)
@@ -199,8 +199,8 @@ class ServerOptions:
                 "compression",
                 rules.spec,
                 "left out with servers, which add up gradients as they are",
-                "With compression the ranks add up, each a share. Leave servers out: 'int8' alone sends about 4 times "
-                "fewer bytes, where servers save half at most.",
+                "With compression each rank adds up a share of the gradients. Leave servers out: 'int8' alone sends "
+                "about 4 times fewer bytes, where servers save half at most.",
             )
         placement = chosen_placement(given.get("placement"), os.environ)
         return cls(spare=spare, placement=placement, group=group)
@@ -309,7 +309,7 @@ class Wire:
         self.timeout = _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
         self.servers = servers
         self._overtaking = create_overtaking(groups.wire_device(device), timeout=timeout) if agreed.far else None
-        self._closed_in_order = False  # of the control group: no rank waits for another decision
+        self._closed_in_order = False  # no rank waits for a decision on the control group any more
         self._collectives_failed = False
         direct = agreed.far or servers is not None
         self._order = order_of(groups.control, self.on_error, direct=direct, lanes=agreed.far)
@@ -391,7 +391,7 @@ class Wire:
             error = found
         cause = self.core.abort_cause or self._explained_by_board(error)
         if is_communication_error(cause):
-            cause = RankFailedError(None, f"it could not be told which; here that broke: {error}")
+            cause = RankFailedError(None, f"which one is not known; this broke here: {error}")
             cause.__cause__ = error
         self.core.abort(cause)
         return cause

@@ -11,10 +11,10 @@ A round: all workers are told to start, fetch the weights and train. Each report
 projection. When the projected end is a few steps of the slowest worker away, each worker is told after how many steps
 to send. When all pseudo-gradients have arrived, or the time is over, they are merged and the next round starts.
 
-Workers come and go. A worker that joins in mid-round waits for the next round, unless it says that it is in the middle
-of this one, as after a restart. A worker that leaves is not waited for, and what it has sent counts. A worker is lost
-when it misses the end of its round; it joins the next round as soon as it is heard of. A worker that pauses is not
-counted on, and not started.
+Workers come and go. A worker that joins in mid-round trains in it at once. If the end is decided, or all take equally
+many steps, it waits for the next round, unless it was in this one already, as after a restart. A worker that leaves is
+not waited for, and what it has sent counts. A worker is lost when it misses the end of its round; it joins the next
+round as soon as it is heard of. A worker that pauses is not counted on, and not started.
 
 Not thread-safe: call it from one thread, or under one lock.
 """
@@ -48,7 +48,7 @@ from lightning_bytescheduler.diloco.round_roster import RoundRoster, WorkerProgr
 
 _FIRST_TRANSFER_S = 60.0  # for a first pseudo-gradient, as no transfer was measured yet
 _FEW = 16  # workers that are looked at after each message
-_LOOK_S = 1e-4  # per worker, between two looks at all: twenty times what a look takes
+_LOOK_S = 1e-4  # between two looks at all workers, for each worker: twenty times what a look at one takes
 
 LEAD_STEPS = 3
 """The end of a round is decided this many steps of the slowest worker before it. Fewer steps would give a better
@@ -88,7 +88,7 @@ class BatchScheduler:
         self._phase = _Phase.IDLE
         self._round = 0
         self._roster = RoundRoster()
-        self._first = self._options.start_workers  # that the next round waits for
+        self._first = self._options.start_workers  # workers that the next round waits for
         self._now = 0.0
         self._started = 0.0
         self._decided: float | None = None
@@ -106,7 +106,7 @@ class BatchScheduler:
 
     @property
     def finished(self) -> bool:
-        """Whether ``outer_steps`` rounds are over, and the rounds that close the training."""
+        """Whether ``outer_steps`` rounds and the closing rounds after them are over."""
         return self._phase is _Phase.FINISHED
 
     def note_connections(self, there: Collection[str], *, now: float) -> None:
@@ -209,7 +209,7 @@ class BatchScheduler:
             known.heard = now
 
     def start_waiting(self, *, now: float) -> None:
-        """Start the workers that wait, as all workers stood still until now."""
+        """Measure the waits of starting workers from now on, as all workers stood still until now."""
         self._now = now
         for worker in self._roster:
             if worker.state is WorkerState.STARTING:
@@ -226,9 +226,9 @@ class BatchScheduler:
 
     @property
     def rounds_over(self) -> int:
-        """What to keep over a restart. Workers have to join again, and their paces are observed anew.
+        """How many rounds are over, to keep over a restart. Workers then join again, and their paces are observed anew.
 
-        The current round begins anew, with the steps that workers then say they have taken in it.
+        The current round begins anew, with the steps that workers report for it when they join.
         """
         return self._round - self.is_open
 
@@ -377,7 +377,7 @@ class BatchScheduler:
             self._end_round(now)
 
     def _all_pause(self) -> bool:
-        """Whether all present workers pause amid the round. None waits for its end, and their steps should count."""
+        """Whether all present workers pause in mid-round. Then none waits for its end, and their steps should count."""
         pausing = False
         for worker in self._roster.workers.values():
             if worker.state is WorkerState.LOST:
@@ -391,8 +391,8 @@ class BatchScheduler:
         members = self._roster.members()
         training = [worker for worker in members if worker.is_counted_on(self._options, now)]
         if not training:
-            # If all are paused, no worker waits for an end, and their steps must not be lost; but a later one may wait
-            # for the next round.
+            # If all are paused, no worker waits for an end, and their steps must not be lost. But a worker that joined
+            # later may wait for the next round.
             waits = any(one.state is WorkerState.WAITING and not one.paused for one in self._roster)
             is_idle = waits and not any(worker.steps for worker in members)
             if not members or is_idle or any(worker.has_ended or not worker.paused for worker in members):
@@ -428,8 +428,8 @@ class BatchScheduler:
         transfer = self._roster.longest_transfer
         self._deadline = now + 2 * seconds + 2 * (transfer or 0.0)
         if self._options.grace == "auto":
-            # By then those that have arrived could have done the round again. A first transfer may take longer than a
-            # short round.
+            # In that time, workers that have arrived could do the whole round again. A first transfer may take longer
+            # than a short round.
             self._longest_grace = max(self._deadline - self._started, _FIRST_TRANSFER_S if transfer is None else 0.0)
         else:
             self._longest_grace = self._options.grace
@@ -444,16 +444,16 @@ class BatchScheduler:
                 self._tell_to_send(worker)
 
     def _end_of_waiting(self, now: float) -> float:
-        """Until when pseudo-gradients are waited for, as things are now."""
+        """When the wait for pseudo-gradients ends, as far as is known now."""
         if self._options.grace != "auto":
             return self._deadline + self._longest_grace
         if now < self._deadline or self._decided is None:
-            return self._deadline  # which is waited for in any case; what it then is worth is known then
+            return self._deadline  # the wait lasts until then in any case; only then it is known whether to go on
         workers = self._roster.workers.values()
         missing = sum(worker.missing_samples for worker in workers if now < worker.awaited_until(self._options))
         arrived = self._arrived(self._roster.members())
         if len(arrived) < self._least():
-            missing += sum(worker.samples for worker in arrived)  # without a quorum, these count nothing either
+            missing += sum(worker.samples for worker in arrived)  # without a quorum, these do not count either
         return worthwhile_wait(
             decided=self._decided,
             deadline=self._deadline,

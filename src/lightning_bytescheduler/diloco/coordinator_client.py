@@ -1,15 +1,15 @@
 """A worker's connection to the coordinator, and its exchange of updates, means and states over it.
 
-One thread is for everything that waits for the network. Encoding and decoding have a thread of their own,
+One thread does everything that waits for the network. Encoding and decoding have a thread of their own,
 ``bytescheduler-coordinator-codec``, so that they delay neither messages nor the training.
 
-The thread, ``bytescheduler-coordinator-client``, runs an asyncio loop with one WebSocket for messages, and HTTP
+The first, ``bytescheduler-coordinator-client``, runs an asyncio loop with one WebSocket for messages, and HTTP
 requests beside it. It reconnects when a connection breaks. The pauses grow up to a few seconds and are random, so that
 workers do not come back all at once. If trying again cannot help (a refusal, a rejected token or certificate), the
 client ends with the coordinator's own words.
 
-One frame of messages is in flight at a time. The next frame has all messages posted since. Of a worker's reports it has
-only the last, which has the sums of all before it; its measurements are combined into one.
+One frame of messages is in flight at a time. The next frame has all messages posted since. If it would have several
+reports of a round in a row, only the last is sent, as it has the sums of all before it.
 
 Calls from other threads return a ``concurrent.futures.Future``. Incoming messages go to a listener on this thread;
 before there is a listener, they are kept. The lock for that is taken only by this thread and, once, by the thread that
@@ -93,9 +93,9 @@ class CoordinatorAddress:
     """Where a coordinator is, and how a worker authenticates there.
 
     Attributes:
-        url: Without a path.
-        worker: The name that this worker would like.
-        authority: File of the certificates that sign the coordinator's; ``None`` for those that the machine trusts.
+        url: The URL, without a slash at its end.
+        worker: The name that this worker asks for.
+        authority: File of the authorities that sign the coordinator's certificate; ``None`` for those of the machine.
         certificate: File of this worker's own certificate, for mutual TLS.
         key: File of its private key.
         token: The token that the coordinator requires.
@@ -109,7 +109,7 @@ class CoordinatorAddress:
     token: str | None = field(default=None, repr=False)
 
     def tls(self) -> ssl.SSLContext | None:
-        """How connections are made; None where the address has no TLS.
+        """Return the TLS settings of connections; ``None`` for an address without TLS.
 
         Raises:
             OptionError: If a file cannot be used.
@@ -122,7 +122,7 @@ class CoordinatorAddress:
 def resolve_coordinator(
     given: str | Mapping[str, str] | None, *, environ: Mapping[str, str] = os.environ
 ) -> CoordinatorAddress | None:
-    """The address that the option and the environment make, or ``None`` without a coordinator.
+    """Return the address that the option and the environment give; ``None`` without a coordinator.
 
     Args:
         given: The option ``coordinator`` of ``DiLoCoStrategy``.
@@ -164,9 +164,9 @@ def resolve_coordinator(
             parts.get("token_file"), variable=TOKEN_VARIABLE, option="coordinator.token_file", environ=environ
         ),
     )
-    address.tls()  # a wrong file is said here, and not when the data are there
+    address.tls()  # a wrong file is reported here, not only at the first connection
     if address.token is not None and url.startswith("http:") and not is_loopback(urlsplit(url).hostname or ""):
-        raise OptionError(option, url, "https://HOST:PORT where a token is sent, which others could read else")
+        raise OptionError(option, url, "https://HOST:PORT, as a token is sent, which others could read otherwise")
     return address
 
 
@@ -195,13 +195,13 @@ def _own_name() -> str:
 _T = TypeVar("_T")
 _F = TypeVar("_F", Welcome, Batch)
 _THREAD = "bytescheduler-coordinator-client"
-_of_its_own = random.SystemRandom()  # Python's other one is the user's, and seeded alike on all workers
+_of_its_own = random.SystemRandom()  # Python's global generator may be seeded alike on all workers
 _SHORTEST_S, _LONGEST_S = 0.05, 5.0  # between two tries
 _HURRY_S, _HURRIED_S = 10.0, 0.5  # after a connection was lost, and the longest pause then
 _CONNECT_S = 10.0  # for a connection, and for the answer to a Hello
-_QUIET_S = 30.0  # that a connection is tried for without a word
-_READ_S = 60.0  # without a byte of an answer
-_SIGNS = 4  # of life, in the time of a lease
+_QUIET_S = 30.0  # without a connection before a warning
+_READ_S = 60.0  # longest wait for the next byte of an answer
+_SIGNS = 4  # signs of life in the time of a lease
 _FRAME_BYTES = 2**24
 _PIECE_BYTES = 2**20
 _REFUSED = (401, 403)
@@ -211,12 +211,12 @@ _BUSY = (429, 502, 503, 504)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To an HTTP request.
+    """The answer to an HTTP request.
 
     Attributes:
-        status: Its number.
-        headers: By name, whatever its case.
-        body: All of it.
+        status: The HTTP status.
+        headers: Headers by name, in upper or lower case.
+        body: The whole body.
     """
 
     status: int
@@ -225,23 +225,23 @@ class Answer:
 
     @property
     def words(self) -> str:
-        """What was said of an error."""
+        """The error's text, or its status if it has none."""
         return self.body[:500].decode("utf-8", "replace").strip() or f"status {self.status}"
 
 
 class CoordinatorClient:
-    """The connection.
+    """The connection to the coordinator.
 
     Args:
-        address: Of the coordinator.
-        hello: Makes what this worker says of itself, for each connection: called with the name and the session that
-            the last coordinator gave.
-        timeout: Seconds that the first connection is tried for.
+        address: Where the coordinator is.
+        hello: Makes the ``Hello`` of each connection; called with the worker's name and the session that the
+            coordinator gave last.
+        timeout: Longest wait for the first connection, in seconds.
 
     Attributes:
-        worker: This worker's name, as the coordinator has it; its own wish before.
-        first: The first welcome, or what has ended the client before.
-        error: What has ended it.
+        worker: This worker's name, as the coordinator gave it; before that, the name that the worker asks for.
+        first: The first welcome, or the error that ended the client before one.
+        error: The error that ended the client.
     """
 
     def __init__(self, address: CoordinatorAddress, *, hello: Callable[[str, str], Hello], timeout: float) -> None:
@@ -259,15 +259,15 @@ class CoordinatorClient:
         self._listener: object = None
         self._untold: list[tuple[str, tuple[Any, ...]]] = []
         self._loop = _Loop()
-        # What follows is the thread's.
+        # The attributes below are for the thread alone.
         self._session = ""
         self._connected = asyncio.Event()
         self._stopping = asyncio.Event()
         self._talk: _Conversation | None = None  # while it is connected
         self._warned = False  # that there is no coordinator
-        self._ended = threading.Event()  # no work enters the loop any more
+        self._ended = threading.Event()  # the loop accepts no more work
         self._entering = threading.Lock()
-        self._http: aiohttp.ClientSession  # once it lives
+        self._http: aiohttp.ClientSession  # while the thread runs
         self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
         self._thread.start()
         atexit.register(self.stop, 0.5)
@@ -275,18 +275,18 @@ class CoordinatorClient:
     # ------------------------------------------------------------------ for other threads
 
     def listen(self, listener: object) -> None:
-        """Have what comes told to a ``Session``, and first what has come so far; once."""
+        """Tell a ``Session`` of each event, beginning with those that have come so far. Called once."""
         with self._telling:
             self._listener = listener
             for event, values in self._untold:
                 getattr(listener, event)(*values)
 
     def post(self, *messages: FromWorker) -> None:
-        """Have messages sent, if there is a connection; at once, never blocks. Those of a lost one are lost with it."""
+        """Queue messages to be sent, if there is a connection; never blocks. Messages are lost with the connection."""
         self._call(self._put, messages)
 
     def start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Run a coroutine on the thread; its future fails with what ends the client, or is cancelled when it stops."""
+        """Run a coroutine on the thread; its future fails with the client's error, or is cancelled by :meth:`stop`."""
         with self._entering:
             if not self._ended.is_set():
                 return asyncio.run_coroutine_threadsafe(self._carry_out(work), self._loop)
@@ -301,15 +301,15 @@ class CoordinatorClient:
     async def request(
         self, method: str, path: str, *, headers: Mapping[str, str] | None = None, body: bytes | None = None
     ) -> Answer:
-        """Send one request over the connection that there is, again and again until there is an answer. On the thread.
+        """Send a request while there is a connection, again and again until there is an answer. On the thread.
 
-        Answers that the coordinator is busy, and broken connections, are no answer.
+        The request is also repeated when the coordinator is busy, and when the connection breaks.
 
         Args:
-            method: Of HTTP.
-            path: At the coordinator.
-            headers: Besides the session and the token.
-            body: What is sent with it.
+            method: The HTTP method.
+            path: The path at the coordinator.
+            headers: Headers besides the session and the token.
+            body: The request's body.
 
         Raises:
             CoordinatorError: If the token is not accepted.
@@ -337,7 +337,7 @@ class CoordinatorClient:
             await asyncio.sleep(pause)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all that was posted is heard; returns whether it was, in time. Not on the thread."""
+        """Wait until the coordinator has heard all messages; returns whether it has in time. For other threads."""
         try:
             return self.start(self._until_heard()).result(timeout)
         except BaseException:
@@ -417,7 +417,7 @@ class CoordinatorClient:
         began = time.monotonic()
         log.info("coordinator: connecting to %s as %s", self._address.url, self.worker)
         failed, last, lost = 0, "", float("-inf")
-        # One that asks for certificates ends connections of others without a word, in TLS 1.3.
+        # In TLS 1.3, a server that asks for certificates ends connections without one, and gives no reason.
         is_secure = self._address.url.startswith("https:")
         hint = " It may ask for a certificate that it knows." if is_secure else ""
         while True:
@@ -444,27 +444,27 @@ class CoordinatorClient:
                     f"Start it with 'lightning-bytescheduler coordinator', or raise the strategy's timeout.{hint}"
                 )
             pause = _pause(failed - 1)
-            if time.monotonic() - lost < _HURRY_S:  # a round waits for it, but not for long
+            if time.monotonic() - lost < _HURRY_S:  # a round waits for this worker, but not for long
                 pause = min(pause, _HURRIED_S)
             await asyncio.sleep(pause)
 
     def _warn_of_silence(self, seconds: float, last: str, hint: str) -> None:
-        """Say once that there is no coordinator, and what that means."""
+        """Warn once that there is no coordinator, and say what follows from that."""
         if self._warned or seconds < _QUIET_S:
             return
         self._warned = True
         if self.first.done():
             log.warning(
-                "The coordinator at %s has been away for %.0f s (%s). Training goes on. What is trained is sent when "
-                "it is back. A worker that ends before waits for a minute at most; what is not sent then is lost.",
+                "The coordinator at %s has been away for %.0f s (%s). Training goes on. Updates are sent when it is "
+                "back. A worker that ends before that waits for a minute at most; updates not sent by then are lost.",
                 self._address.url,
                 seconds,
                 last,
             )
         else:
             log.warning(
-                "No coordinator answers at %s so far (%s). It is tried for %.0f s in all. Start it with "
-                "'lightning-bytescheduler coordinator', or check the address: one that serves with TLS has https://.%s",
+                "No coordinator answers at %s so far (%s). This worker tries for %.0f s in all. Start one with "
+                "'lightning-bytescheduler coordinator', or check the address: with TLS it begins with https://.%s",
                 self._address.url,
                 last,
                 self._timeout,
@@ -499,17 +499,17 @@ class CoordinatorClient:
             self._talk.put(messages)
 
     def _require_hope(self, error: BaseException) -> None:
-        """Raise what ends the client, if trying again cannot help."""
+        """Raise an error that ends the client, if trying again cannot help."""
         where = f"The coordinator at {self._address.url}"
         status = getattr(error, "status", None)
         if status in _REFUSED:
             raise CoordinatorError(
                 f"{where} does not accept this worker's token, or the lack of one (status {status}). Put the token "
-                "into a file and give coordinator={...} that as token_file, or into BYTESCHEDULER_COORDINATOR_TOKEN."
+                "into BYTESCHEDULER_COORDINATOR_TOKEN, or into a file: coordinator={'url': ..., 'token_file': FILE}."
             ) from None
         if status in _NO_COORDINATOR and not self.first.done():
             raise CoordinatorError(
-                f"{where} is none that this version knows: it answers with status {status} at {WORKER_PATH}."
+                f"{where} is unknown to this version: it answers with status {status} at {WORKER_PATH}."
             ) from None
         for cause in _causes(error):
             if isinstance(cause, ssl.SSLCertVerificationError):
@@ -528,7 +528,7 @@ class CoordinatorClient:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Keeps its connections, to end those that aiohttp closes and does not wait for, as of an upload cut off."""
+    """Records its connections, to end those that aiohttp closes without waiting, such as that of a cut upload."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -540,14 +540,14 @@ class _Loop(asyncio.SelectorEventLoop):
         return transport, protocol
 
     def abort_connections(self) -> None:
-        """Close all without sending what waits to be sent; the loop has to run once more."""
+        """Close all connections without sending what is buffered; the loop has to run once more."""
         for transport, opened in list(self._sockets.items()):
             if opened.fileno() >= 0:
                 transport.abort()
 
 
 class _Conversation:
-    """The frames of one connection, either way: one of this worker's in flight, and in the next all said since.
+    """Exchanges frames over one connection. One own frame is in flight; the next has all messages put since.
 
     Args:
         socket: Aiohttp's WebSocket.
@@ -567,12 +567,12 @@ class _Conversation:
         return not self._outbox and self._answered >= self._sent
 
     def put(self, messages: Sequence[FromWorker]) -> None:
-        """Have messages sent with the next frame."""
+        """Send messages with the next frame."""
         self._outbox = coalesced([*self._outbox, *messages])
         self._changed.set()
 
     async def go_on(self, lease: float) -> None:
-        """Speak and listen until the connection ends, or nothing is heard for so many seconds; raises why."""
+        """Send and receive until the connection ends, or no answer comes for ``lease`` seconds; raises the reason."""
         sides = [asyncio.ensure_future(self._speak(lease)), asyncio.ensure_future(self._listen())]
         try:
             done, _ = await asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
@@ -596,7 +596,7 @@ class _Conversation:
                 raise ConnectionError(f"the coordinator said nothing for {lease:.0f} s") from None
 
     async def _exchange(self, frame: str) -> None:
-        await self._socket.send_str(frame)  # waits, too, where a link is cut
+        await self._socket.send_str(frame)  # this may wait, too, if the link is cut
         while self._answered < self._sent:
             self._changed.clear()
             await self._changed.wait()
@@ -611,12 +611,12 @@ class _Conversation:
                 self._receive(message)
 
     async def next_frame(self, kind: type[_F]) -> _F:
-        """The next frame, of that kind.
+        """Return the next frame, which has to be of this kind.
 
         Raises:
-            CoordinatorError: If it is a refusal.
+            CoordinatorError: If the frame is a refusal.
             ConnectionError: If the connection has ended.
-            OptionError: If it is something else.
+            OptionError: If the frame is of another kind.
         """
         message = await self._socket.receive()
         if message.type.name != "TEXT":
@@ -633,13 +633,13 @@ class _Conversation:
 
 
 def _pause(tries: int) -> float:
-    """Seconds before another try: longer each time, and never the same for two workers."""
+    """Return the seconds before another try: longer each time up to a limit, and random."""
     longest = min(_SHORTEST_S * 2.0 ** min(max(tries, 0), 10), _LONGEST_S)
     return longest * _of_its_own.uniform(0.5, 1.0)
 
 
 class _Pieces:
-    """A body in pieces that the event loop sends between other things: aiohttp would buffer all of it, and warns.
+    """A body in pieces, between which the event loop does other work; aiohttp would buffer a whole body, and warn.
 
     Each iteration begins anew, as aiohttp sends a request again by itself where its connection has ended.
     """
@@ -729,11 +729,11 @@ class CoordinatorTransport:
         if receipt is None:
             upload.receipt.cancel()
         elif receipt.weight and total:
-            # The coordinator may have had another version of this update before, of which nothing is known here.
+            # The coordinator may have had another version of this update before, whose residual is unknown here.
             self.residuals[upload.fragment] = None if receipt.verdict == "again" else upload.residual
 
     def fetch_mean(self, round: int, chain: str) -> Future[Mean | None]:
-        """The mean of a round that has ended, if it follows weights of that chain."""
+        """Fetch the mean of a round that has ended; ``None`` unless it follows weights of that chain."""
         return self.client.start(self._fetch_mean(round, chain))
 
     def flush(self, timeout: float) -> bool:
@@ -741,11 +741,11 @@ class CoordinatorTransport:
         return self.client.flush(timeout)
 
     def fetch_state(self) -> Future[tuple[bytes, int, str]]:
-        """The global state as it is now, as ``outer_optimizer`` reads it; its version and its chain."""
+        """Fetch the current global state, as ``outer_optimizer`` reads it, with its version and its chain."""
         return self.client.start(self._state())
 
     def provide(self, payload: bytes) -> Future[bool]:
-        """Send this worker's weights as the first ones; return whether the coordinator has weights then.
+        """Send this worker's weights as the first ones; returns whether the coordinator has weights afterwards.
 
         It fails with a ``CoordinatorError`` if the weights are refused for their content.
         """
@@ -758,7 +758,7 @@ class CoordinatorTransport:
         self._codec.shutdown(wait=False, cancel_futures=True)
         # A running encoding cannot be interrupted, and takes seconds for a large model: it is left to end by itself.
         if coding is None or not wait([coding], max(deadline - time.monotonic(), 0.0)).not_done:
-            self._codec.shutdown(wait=True)  # of an idle thread
+            self._codec.shutdown(wait=True)  # the thread is idle
             return ended
         return False
 
@@ -845,7 +845,7 @@ class CoordinatorTransport:
             raise CoordinatorError(f"The coordinator refuses this worker's weights: {answer.words}")
         if answer.status >= 300:
             log.info("coordinator: the first weights were not taken: %s", answer.words)
-        return answer.status < 300 or answer.status == _NOT_NOW  # another worker has sent some
+        return answer.status < 300 or answer.status == _NOT_NOW  # another worker has sent its weights
 
     async def _coded(self, function: Callable[..., _T], *arguments: object) -> _T:
         coding = self._coding = self._codec.submit(function, *arguments)

@@ -44,17 +44,17 @@ from lightning_bytescheduler.diloco.round_end import INNER_STEPS, FastestSteps, 
 from lightning_bytescheduler.exceptions import OptionError
 
 PROTOCOL = 1
-"""Of this file; another one is refused."""
+"""Version of this protocol; a worker with another one is refused."""
 
 WORKER_PATH = "/v1/worker"
 """WebSocket, see above."""
 UPDATE_PATH = "/v1/rounds/{round}/fragments/{fragment}"
 """``PUT``: a worker's pseudo-gradient, as ``WireFormat`` encodes it, with ``DIGEST_HEADER``, ``SAMPLES_HEADER``,
 ``ROUND_SAMPLES_HEADER`` and ``STEPS_HEADER``; the answer is an :class:`UpdateReceipt`. Where the
-coordinator hands slices out, the samples that it was made of are in front of it: a list of ``TrainedRun`` as JSON, of
-``TRAINED_HEADER`` bytes. It may be repeated, and overtake the ``SendingPseudoGradient`` of the same round. ``GET``: the
-mean of a round that has ended, in the same form, with ``TOTAL_HEADER`` (0: nothing was merged, and no body),
-``CHAIN_HEADER`` and ``DIGEST_HEADER``; 404 if it is kept no longer."""
+coordinator hands slices out, the update's samples come first in the body: a list of ``TrainedRun`` as JSON, of
+``TRAINED_HEADER`` bytes. A ``PUT`` may be repeated, and overtake the ``SendingPseudoGradient`` of its round. ``GET``:
+the mean of a round that has ended, in the same form, with ``TOTAL_HEADER`` (0: nothing was merged, and no body),
+``CHAIN_HEADER`` and ``DIGEST_HEADER``; 404 if it is not kept any more."""
 STATE_PATH = "/v1/state"
 """``GET``: global weights (``weights.NAME``) and the outer optimizer's state as safetensors, with ``VERSION_HEADER``,
 ``CHAIN_HEADER``. ``PUT``: the same of the first weights, from the worker that was asked for them; it has momentum only
@@ -70,12 +70,12 @@ SESSION_HEADER = "ByteScheduler-Session"
 DIGEST_HEADER = "ByteScheduler-Digest"
 """xxh3_128 of the body, in hexadecimal digits."""
 SAMPLES_HEADER = "ByteScheduler-Samples"
-"""That the worker has processed since it last sent this fragment: what an update is weighted with."""
+"""Samples that the worker has processed since it last sent this fragment; the update is weighted with them."""
 STEPS_HEADER = "ByteScheduler-Steps"
-"""That the worker has taken in this round."""
+"""Steps that the worker has taken in this round."""
 ROUND_SAMPLES_HEADER = "ByteScheduler-Round-Samples"
+"""Samples that the worker has processed in this round; those of ``SAMPLES_HEADER`` if left out."""
 TRAINED_HEADER = "ByteScheduler-Trained-Bytes"
-"""That it has processed in this round; left out where that is ``SAMPLES_HEADER``."""
 TOTAL_HEADER = "ByteScheduler-Total-Weight"
 VERSION_HEADER = "ByteScheduler-Weights-Version"
 CHAIN_HEADER = "ByteScheduler-Chain"
@@ -100,10 +100,10 @@ def chain_after(chain: str, *, round: int, fragment: int, digest: str, total: in
     """The chain after a round.
 
     Args:
-        chain: Before it; 32 hexadecimal digits, all ``0`` at the beginning of a run.
+        chain: The chain before the round; 32 hexadecimal digits, all ``0`` at the beginning of a run.
         round: Its number.
-        fragment: That was merged.
-        digest: Of the payload that workers get, as ``DIGEST_HEADER`` says it; empty if nothing was merged.
+        fragment: The fragment that was merged.
+        digest: Digest of the payload that workers get, as in ``DIGEST_HEADER``; empty if nothing was merged.
         total: The sum of the weights of what was merged.
     """
     return hashlib.blake2b(f"{chain} {round} {fragment} {total} {digest}".encode(), digest_size=16).hexdigest()
@@ -127,10 +127,10 @@ class ModelParameter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all workers of a run have in common: the coordinator's, as ``DiLoCoStrategy`` names them.
+    """The coordinator's options, which hold for all workers of a run; named as in ``DiLoCoStrategy``.
 
     Attributes:
-        samples_per_round: See ``DiLoCoStrategy``; as all of these.
+        samples_per_round: See ``DiLoCoStrategy``, also for the others.
         inner_steps: See there.
         equal_steps: See there.
         outer_steps: See there.
@@ -230,12 +230,12 @@ class Hello(AnyMessage, frozen=True, kw_only=True):
         protocol: ``PROTOCOL``.
         package: Version of this package.
         worker: The name it would like; the coordinator makes it unique. A worker that comes back says its own.
-        session: Of the last :class:`Welcome`; empty for a process that has none.
+        session: Session of the last :class:`Welcome`; empty for a process that has none.
         model: What it trains, in the order of the model.
         options: Those of ``RunOptions`` that the user gave, by name. They must be the coordinator's.
-        ranks: That train together as this worker.
-        version: Of the global weights it has; 0 for its own first ones.
-        chain: Of the same.
+        ranks: Number of ranks that train together as this worker.
+        version: Version of the global weights that it has; 0 for its own first weights.
+        chain: Chain of these weights.
     """
 
     protocol: int
@@ -250,14 +250,14 @@ class Hello(AnyMessage, frozen=True, kw_only=True):
 
 
 class Welcome(AnyMessage, frozen=True, kw_only=True):
-    """The worker is one of the run.
+    """The worker is admitted to the run.
 
     Attributes:
         worker: Its name in this run: in reports, slices, logs and pages.
         session: The worker's secret, which goes with every request.
         options: What holds for all workers.
-        version: Of the global weights.
-        chain: Of the same.
+        version: Version of the global weights.
+        chain: Chain of these weights.
         fetch: Whether the worker has to take the state before it starts, as it has another version or none.
         provide: Whether it is to send its own weights, as there are none yet.
         lease: Seconds without a sign of life after which it is given up.
@@ -291,7 +291,7 @@ class UpdateReceipt(AnyMessage, frozen=True, kw_only=True):
     Attributes:
         verdict: ``"added"`` to its round; ``"dropped"``, as it was late, or its weight became 0; ``"again"``: it was
             there before, and this one changed nothing.
-        weight: With which it counts.
+        weight: The update's weight in the mean.
     """
 
     verdict: Annotated[str, msgspec.Meta(pattern="^(added|dropped|again)$")]
@@ -302,7 +302,7 @@ class Batch(AnyMessage, frozen=True, kw_only=True):
     """One frame of a worker's WebSocket, either way.
 
     Attributes:
-        number: Of the frame, from 1 on in each connection and direction.
+        number: Number of the frame, from 1 on in each connection and direction.
         heard: Number of the last frame of the other side.
         messages: In order.
     """
@@ -332,6 +332,6 @@ def decode_frame(text: str | bytes, *, sender: str) -> Frame:
         sender: Who sent it, for the error.
 
     Raises:
-        OptionError: If it is none; names the sender and the field.
+        OptionError: If it is not a frame; names the sender and the field.
     """
     return decoded(_DECODER, text, sender=sender, of="the coordinator's protocol", shown=_SHOWN)

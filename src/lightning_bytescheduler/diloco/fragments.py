@@ -1,39 +1,37 @@
 """Fragments of the model that are synchronised in turn, while training goes on.
 
 Douillard et al., "Streaming DiLoCo with overlapping communication": the model is cut into P fragments, and each round
-ends with the synchronisation of one of them, in turn. Its mean is merged into the local weights ``overlap_steps``
-later, or as soon as it has arrived. This module also says for how long a worker trains on while its pseudo-gradient
+ends with the synchronisation of one of them, in turn. Its mean is merged into the local weights ``overlap_steps`` steps
+later, or as soon as it has arrived. This module also decides how long a worker trains on while its pseudo-gradient
 travels.
 
 With ``"auto"`` a worker merges at the first step boundary at which it need not wait: the mean has arrived, and the
-worker knows the end of its round and the beginning of the next, or that there is none. After at most half as many steps
-as its last round had, it waits for that. So each worker has a bound by its own pace, and at least half of a round is
+worker knows that its round has ended and that the next has begun, or that there is none. After half as many steps as
+its last round had, it waits for these. So the bound follows each worker's own pace, and at least half of a round is
 trained on top of the merge. A fast worker may take more steps than a slow one of the same run before it merges.
 
-Workers may merge at different steps, and each at another step in each round:
+Workers may merge at different steps, and a worker at a different step in each round:
 
 - *The global weights depend only on what was sent.* A pseudo-gradient is complete when it is sent, and the round is
   merged from what was sent. Each worker takes the same outer steps with the same means in the order of the rounds,
-  because it sends nothing before it has merged what is in flight. With fragments that holds for each by itself: a merge
+  because it sends nothing before it has merged what is in flight. This holds for each fragment by itself, as a merge
   touches no other fragment.
-- *Steps taken before the merge count for the next round*, whenever that begins here. ``RoundCounter`` counts anew from
-  where it has sent, and reports carry the next round's number. The scheduler counts them as soon as it has begun that
-  round. If it decides that round's end before the merge, the worker ignores that, and is told again after
-  ``RoundStarted``.
-- *Where all workers stand still*, at a validation or the end of an epoch, a worker merges before it asks for that. A
+- *Steps taken before the merge count for the next round*, whenever that begins here. ``RoundCounter`` counts anew after
+  each send, and reports carry the next round's number. The scheduler counts them as soon as it has begun that round. If
+  it decides that round's end before the merge, the worker ignores that, and is told again after ``RoundStarted``.
+- *Before all workers stand still*, for a validation or the end of an epoch, the worker that asks for it merges first. A
   worker that still waits for the mean of such a round does not wait for a next round, as none begins before all have
   passed.
 - *A checkpoint* is of the beginning of a round or of a standstill, thus after a merge. A worker's weights and counts at
-  the beginning of a round are its own, as with a fixed number of steps. A worker is at most one merge behind the one
+  the beginning of a round are its own, as with a fixed number of steps. A worker is at most one merge behind the worker
   that writes.
 - *No worker waits longer than with a fixed number.* The scheduler's reports include the samples of steps before the
   merge, and a worker that merges as soon as it can is ready for the next end as soon as it can be.
 
-With a coordinator, a worker that is late or cut off has nothing to wait for as soon as that is known: it catches up at
-once.
+With a coordinator, a worker that learns that it is late or was cut off waits for nothing: it catches up at once.
 
-A worker's own weights between two rounds do depend on the step of the merge, as on the number of steps that it takes in
-a round. So two runs with ``"auto"`` are not equal bit for bit, as two runs by pace are not.
+A worker's own weights between two rounds do depend on the step of the merge, and on the number of steps that it takes
+in a round. So two runs with ``"auto"`` are not equal bit for bit, and neither are two runs by pace.
 """
 
 from __future__ import annotations
@@ -58,12 +56,12 @@ class Overlap:
     """How a worker decides when to merge; validated when made.
 
     Attributes:
-        steps: Between sending a pseudo-gradient and merging the mean, 0 to wait for it; ``"auto"`` merges once the mean
-            is there.
-        inner_steps: That a round has at most; ``None`` where samples end it.
+        steps: Steps between sending a pseudo-gradient and merging the mean; 0 waits for the mean, ``"auto"`` merges
+            once it is there.
+        inner_steps: Most steps of a round; ``None`` where samples end it.
 
     Raises:
-        OptionError: If it is neither, or does not end before the next pseudo-gradient is sent.
+        OptionError: If ``steps`` is neither, or the merge would come after the next pseudo-gradient is sent.
     """
 
     steps: OverlapSteps = 0
@@ -96,11 +94,11 @@ class Overlap:
         """Steps after which a worker waits for the mean.
 
         Args:
-            taken: Its steps in the round that it has sent.
+            taken: The worker's steps in the round that it has sent.
         """
         if isinstance(self.steps, int):
             return self.steps
-        # A round that could not end while the coordinator was away may have had many more steps than the next will.
+        # A round lasts while the coordinator is away, and may have had many more steps than the next will.
         most = taken if self.inner_steps is None else min(taken, self.inner_steps)
         return max(most // 2, 1)
 
@@ -108,8 +106,8 @@ class Overlap:
 def fragment_of(round: int, *, fragments: int) -> int:
     """The fragment that a round ends with, where each round, numbered from 1, synchronises one.
 
-    This is how workers of unequal speed go through the fragments together: H steps of a worker are then P rounds, each
-    with an end that the batch scheduler chooses.
+    So workers of unequal speed go through the fragments together: H steps of a worker are P rounds, and the batch
+    scheduler chooses the end of each.
 
     Args:
         round: Its number.
@@ -127,9 +125,8 @@ class TrainedWeights:
         overlaps: Whether workers train on while a pseudo-gradient travels.
 
     Attributes:
-        mixing: Share of the local weights that a merge keeps: half with overlap, so that what was learnt during the
-            transfer is kept.
-            stays.
+        mixing: Share of the local weights that a merge keeps: half with overlap, so that steps during the transfer are
+            not lost.
 
     Raises:
         UnsupportedError: If there is nothing to train, or a parameter is complex.
@@ -163,7 +160,7 @@ class TrainedWeights:
         return [sum(self.parameters[name].numel() for name in names) for names in self.fragments]
 
     def check(self) -> None:
-        """Make sure that nothing else is trained by now.
+        """Check that no other parameter is trained by now.
 
         Raises:
             UnsupportedError: If a parameter is trained that was not at first: the workers' would drift apart.
@@ -171,19 +168,19 @@ class TrainedWeights:
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and name not in self.parameters:
                 raise UnsupportedError(
-                    f"Parameter {name!r} requires gradients now, and did not when training began, so that workers "
-                    "would not share it. Unfreeze it before fit, and keep it from changing with a learning rate of 0."
+                    f"Parameter {name!r} requires gradients now, and did not when training began, so its changes would "
+                    "not be shared. Unfreeze it before fit, and keep it from changing with a learning rate of 0."
                 )
 
 
 def split_fragments(sizes: Mapping[str, int], fragments: int) -> tuple[tuple[str, ...], ...]:
     """Cut a model into fragments of about the same size, so that the link is used evenly.
 
-    Parameters stay whole. The larger go first, each to the fragment that is smallest so far; neighbours are so spread
-    over fragments, as in the paper's strided pattern.
+    Parameters stay whole. Larger ones go first, each to the fragment that is smallest so far. This spreads neighbours
+    over fragments, as the paper's strided pattern does.
 
     Args:
-        sizes: Of the parameters, in any unit, by name, in the order of the model.
+        sizes: The parameters' sizes in any unit, by name, in the order of the model.
         fragments: How many, at most one per parameter.
 
     Returns:
@@ -205,5 +202,5 @@ def split_fragments(sizes: Mapping[str, int], fragments: int) -> tuple[tuple[str
 
 
 def mix(local: Tensor, merged: Tensor, mixing: float) -> Tensor:
-    """What a worker goes on with: ``mixing * local + (1 - mixing) * merged``; exactly one of them for 1 and 0."""
+    """Return ``mixing * local + (1 - mixing) * merged``; with 1 or 0 exactly one of the two."""
     return torch.lerp(merged.to(local), local, mixing)

@@ -19,7 +19,7 @@ from lightning_bytescheduler.lightning_api import pl
 
 
 def deal(order: Sequence[int], ranks: int, rank: int) -> Sequence[int]:
-    """A rank's share. As torch's DistributedSampler, it repeats the first samples to make shares equal."""
+    """Return a rank's share. Like torch's DistributedSampler, this repeats the first samples to make shares equal."""
     if not order:
         return order
     length = -(-len(order) // ranks) * ranks
@@ -43,10 +43,10 @@ class EpochShare(Sampler[list[int]]):
     """This rank's batches of an epoch.
 
     Args:
-        order: Of an epoch's samples, the same on all ranks.
-        batch_size: Of this rank.
-        rank: This one.
-        ranks: How many there are.
+        order: The order of an epoch's samples, the same on all ranks.
+        batch_size: This rank's batch size.
+        rank: This rank.
+        ranks: Number of ranks.
         drop_last: Leave out a last batch that is not full.
         trained: Batches of the epoch that this rank has been through, as Lightning counts them.
 
@@ -71,10 +71,10 @@ class EpochShare(Sampler[list[int]]):
         self._rank = rank
         self._ranks = ranks
         self._trained = trained
-        self._before: list[list[int]] = []  # see what_is_left, of the pass that is on, or comes first
+        self._before: list[list[int]] = []  # see what_is_left; for the current pass, or the first
         self._first = 0  # samples of the share that were taken before that pass
         self._batches_before = 0
-        self._size = 0  # of the share
+        self._size = 0  # samples of the share
         self._to_resume = False
 
     def resume(self, saved: Sequence[Mapping[str, Any]], rank_of_each: int) -> bool:
@@ -85,7 +85,7 @@ class EpochShare(Sampler[list[int]]):
             rank_of_each: How many ranks a worker had; all of them take the same number of batches.
 
         Returns:
-            Whether it can: not with other data, or another order.
+            Whether that is possible: not with other data, or another order.
         """
         if any((one["samples"], one["order"]) != (len(self.sampler), self.sampler.described) for one in saved):
             return False
@@ -148,7 +148,7 @@ class ShareLoader(DataLoader[Any]):
 
     Attributes:
         at_position: Called once, where random numbers must be those of the checkpoint. If the epoch is about to begin,
-            that is before an iterator is made, which draws one; else it is before the next batch is drawn.
+            that is before the iterator is made, as this draws a number; else, before the next batch is drawn.
     """
 
     at_position: Callable[[], object] | None = None
@@ -158,7 +158,7 @@ class ShareLoader(DataLoader[Any]):
         yield from self.begin(super().__iter__)
 
     def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Make the iterator that is asked for its first batch now."""
+        """Make the iterator, as its first batch is requested now."""
         then, self.at_position = self.at_position, None
         share = self.batch_sampler
         within = isinstance(share, EpochShare) and share.begins_within
@@ -171,12 +171,12 @@ class ShareLoader(DataLoader[Any]):
 
 
 def shared_loader(loader: object, rank: int, ranks: int, trained: Callable[[], int]) -> object:
-    """The same loader, which can go on in the middle of an epoch, if it is a plain one of numbered samples.
+    """Return a loader that can go on within an epoch; ``loader`` itself unless it is a plain one of numbered samples.
 
     Args:
-        loader: Of training data, as Lightning has made it, with its own sampler.
-        rank: This one.
-        ranks: How many there are.
+        loader: The loader of training data, as Lightning has made it, with its own sampler.
+        rank: This rank.
+        ranks: Number of ranks.
         trained: See :class:`EpochShare`.
     """
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
@@ -193,7 +193,7 @@ def shared_loader(loader: object, rank: int, ranks: int, trained: Callable[[], i
 
 
 def share_of(trainer: pl.Trainer) -> tuple[ShareLoader, EpochShare] | None:
-    """The loader that a fit trains on, with its share, if there is one loader, and it is such a one."""
+    """Return the loader that a fit trains on, and its share; ``None`` unless it is a :class:`ShareLoader`."""
     loader = trainer.train_dataloader
     if not isinstance(loader, ShareLoader) or not isinstance(loader.batch_sampler, EpochShare):
         return None

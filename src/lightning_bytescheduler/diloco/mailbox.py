@@ -8,7 +8,7 @@ the two leaves a gap, at which the reader would wait forever. As with any rank t
 training, and :meth:`Mailbox.stop` closes the mailbox at the gap. An answer goes to a key that only its call knows, so
 answers need no order.
 
-Each end has a connection of its own, as a wait blocks it.
+Each end has a connection of its own, as a wait blocks the connection.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from lightning_bytescheduler.diloco.messages import AnyMessage, coalesced, decod
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.failures.rendezvous import connect_to_store
 
-_NO_LIMIT = timedelta(days=30)  # a wait for the next letter, which a closing one ends; liveness is watched elsewhere
+_NO_LIMIT = timedelta(days=30)  # for the next letter: a closing letter ends the wait, and failures are found elsewhere
 _SHORTEST_S, _LONGEST_S = 0.0002, 0.05  # between two looks for an answer
 _PART = 4 * 2**20  # bytes of a value in the store
 
 
 class _Letter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sender: str
-    text: str | None = None  # without one, it closes the mailbox
+    text: str | None = None  # a letter without text closes the mailbox
     answer_to: str | None = None  # a key, for a call
 
 
 class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: bytes = b""
-    parts: int = 0  # where it is too large for one value of the store
+    parts: int = 0  # their number, if the content is too large for one value of the store
     failure: str | None = None
 
 
@@ -51,11 +51,11 @@ _LETTERS: msgspec.json.Decoder[_Letter] = msgspec.json.Decoder(_Letter)
 
 
 class Mailbox:
-    """Reads what comes to a mailbox, one letter after the other, on a thread of its own.
+    """Reads the letters of a mailbox one by one, on a thread of its own.
 
     Args:
-        store: That all ranks share.
-        name: Of the mailbox, whose only reader this is.
+        store: The store that all ranks share.
+        name: Name of the mailbox, whose only reader this is.
         thread: The thread's name.
         handle: Called on the thread with the sender and the text of each letter. For a call, its result or its error is
             the answer; for another letter, an error ends the reading.
@@ -63,8 +63,8 @@ class Mailbox:
             a letter is damaged, or the store is gone (a ``RuntimeError``).
         postman: Posts the closing letter, after all that it was given before. Without one, the mailbox has a
             connection for that.
-        calls: Called instead of ``handle`` with the text of a call, and with what takes the answer, now or later: a
-            function that makes it, on the postman's thread.
+        calls: Called instead of ``handle`` with the text of a call and a callback. Give the callback, now or later, a
+            function that makes the answer; the postman's thread calls it.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Mailbox:
     def stop(self, timeout: float) -> bool:
         """End the reading after the letters that have come; idempotent.
 
-        If it has not ended after half the time, it ends at the letter that it waits for: a dead sender wrote none.
+        If it has not ended after half the time, it ends at the awaited letter, which a dead sender has not written.
 
         Returns:
             Whether the thread ended within ``timeout`` seconds.
@@ -154,11 +154,11 @@ def _answer(store: dist.Store, key: str, make: Callable[[], bytes | None]) -> No
 class Postman:
     """Posts messages to one mailbox, on the thread ``bytescheduler-outer-post``; a ``Link`` to the mailbox's reader.
 
-    Of a worker's reports that have piled up only the last is posted, as it has the sums of all before it.
+    If a worker's reports have piled up, only the last is posted, as it has the sums of all before it.
 
     Args:
-        store: That all ranks share.
-        sender: Whose letters these are.
+        store: The store that all ranks share.
+        sender: The sender's name.
         to: The mailbox.
         on_error: Called on the thread when the store is gone.
     """
@@ -173,16 +173,16 @@ class Postman:
         self._thread.start()
 
     def post(self, *messages: AnyMessage) -> None:
-        """Have messages posted; at once, never blocks."""
+        """Queue messages to be posted; never blocks."""
         for message in messages:
             self._queue.put(message)
 
     def write(self, work: Callable[[dist.Store], object]) -> None:
-        """Have something written to the store, after all that was posted before; at once, never blocks."""
+        """Queue a write to the store, after all messages posted before; never blocks."""
         self._queue.put(work)
 
     def answer(self, key: str, make: Callable[[], bytes]) -> None:
-        """Have the answer to a call made and posted; at once, never blocks."""
+        """Queue an answer to a call, to be made and posted; never blocks."""
         self.write(partial(_answer, key=key, make=make))
 
     def stop(self, timeout: float) -> bool:
@@ -212,10 +212,10 @@ class Caller:
     """Calls readers of mailboxes, which need not be there yet.
 
     Args:
-        store: That all ranks share.
-        sender: Who calls.
+        store: The store that all ranks share.
+        sender: The caller's name.
         timeout: Longest wait for an answer, in seconds.
-        check: Called again and again while waiting; raises if no answer is to be expected any more.
+        check: Called again and again while waiting; raises if no answer will come.
     """
 
     def __init__(self, store: dist.Store, *, sender: str, timeout: float, check: Callable[[], None]) -> None:
@@ -231,7 +231,7 @@ class Caller:
         return self.answer(self.ask(mailbox, text))
 
     def ask(self, mailbox: str, text: str) -> str:
-        """Call; returns where the answer will be.
+        """Call; returns the key for :meth:`answer`.
 
         Raises:
             RuntimeError: If the store is gone.
@@ -246,7 +246,7 @@ class Caller:
 
         Raises:
             SchedulerTimeoutError: If there is none in time.
-            RuntimeError: If the call could not be answered, with what was said; or the store is gone.
+            RuntimeError: If the call failed, with its error; or if the store is gone.
         """
         mailbox = key.removeprefix(f"{self._answers}/").partition("/")[2]
         if not await_key(self._store, key, limit=self._timeout, check=self._check):
@@ -256,7 +256,7 @@ class Caller:
             )
         answer = msgspec.json.decode(self._taken(key), type=_Answer)
         if answer.failure is not None:
-            raise RuntimeError(f"There is no answer of {mailbox!r}: {answer.failure}")
+            raise RuntimeError(f"The call to {mailbox!r} failed: {answer.failure}")
         return answer.content + b"".join(self._taken(f"{key}/{index}") for index in range(answer.parts))
 
     def _taken(self, key: str) -> bytes:
@@ -268,7 +268,7 @@ class Caller:
 def await_key(store: dist.Store, key: str, *, limit: float, check: Callable[[], None]) -> bool:
     """Wait until a store has a key; return whether it has. Calls ``check`` while it waits, and raises its error."""
     began, pause = time.monotonic(), _SHORTEST_S
-    while not store.check([key]):  # torch warns of each wait that is not over in time
+    while not store.check([key]):  # as torch warns of each wait that is not over in time
         check()
         if time.monotonic() - began >= limit:
             return False
@@ -278,7 +278,7 @@ def await_key(store: dist.Store, key: str, *, limit: float, check: Callable[[], 
 
 
 def connection_to(store: dist.Store) -> dist.Store:
-    """A connection of one's own: a wait blocks it."""
+    """Return a new connection to the store, as a wait blocks a connection."""
     connection, presence = connect_to_store(store)
     presence.close()
     return connection
@@ -291,5 +291,5 @@ def post(store: dist.Store, mailbox: str, sender: str, text: str | None, answer_
 
 
 def _fill(store: dist.Store, key: str, sender: str) -> None:
-    """Write a closing letter in the place of one that has not come."""
+    """Write a closing letter in the place of a letter that has not come."""
     store.compare_set(key, "", msgspec.json.encode(_Letter(sender)).decode())

@@ -3,8 +3,8 @@
 Each message is a frozen struct of primitives, and travels as one JSON object whose ``kind`` is the name of its class:
 :func:`encode` writes one, :func:`decode` reads it and checks the type and range of every field.
 
-Any message may be lost, doubled or overtaken. What a worker reports is the sum since the round began, so that a later
-report makes up for a lost one, and the answer to any report repeats what was decided. Only the loss of all later
+Any message may be lost, doubled or overtaken. A worker reports sums since the round began, so that a later report
+makes up for a lost one, and the answer to any report repeats what was decided. Only the loss of all later
 messages, or of a pseudo-gradient, costs the worker its part in the round.
 """
 
@@ -20,7 +20,7 @@ from lightning_bytescheduler.exceptions import OptionError
 _T = TypeVar("_T")
 
 MOST = 2**40
-"""Steps or samples of one worker in one round: as what a worker says is bounded, so are sums over all."""
+"""Most steps or samples of one worker in one round. This bounds sums over all workers, too."""
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Own: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST)]  # of one worker
@@ -29,7 +29,7 @@ _Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class AnyMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag=True):
-    """Of the rounds, or of a coordinator."""
+    """A message of the rounds, or of a coordinator."""
 
 
 # ── From a worker ───────────────────────────────────────────────────────────
@@ -43,12 +43,12 @@ class JoinRounds(AnyMessage, frozen=True, kw_only=True):
     that round began; else it leaves ``round`` out.
 
     Attributes:
-        worker: Who.
-        session: Another number each time that the worker's process is started, so that a doubled message is told from a
-            worker that has lost all it did.
+        worker: The worker's name.
+        session: A new number at each start of the worker's process, so that a doubled message can be told from a worker
+            that has lost its work.
         round: The round that the worker is in the middle of; 0 for none.
-        steps: Taken in that round.
-        samples: Processed in that round.
+        steps: Steps taken in that round.
+        samples: Samples processed in that round.
     """
 
     worker: _Name
@@ -62,12 +62,12 @@ class StepReport(AnyMessage, frozen=True, kw_only=True):
     """I have taken a step. The worker does not wait for the answer.
 
     Attributes:
-        worker: Who.
-        round: In which round.
-        steps: Taken in this round.
-        samples: Processed in this round.
+        worker: The worker's name.
+        round: The round that the step belongs to.
+        steps: Steps taken in this round.
+        samples: Samples processed in this round.
         batch_size: Samples of the last step.
-        seconds: That the last step took, by the worker's clock.
+        seconds: Duration of the last step, by the worker's clock.
         in_flight: Steps reported before this one to which no answer has come yet.
         loss: Mean over all steps of this round, weighted by samples; ``None`` if none was measured.
     """
@@ -86,10 +86,10 @@ class SendingPseudoGradient(AnyMessage, frozen=True, kw_only=True):
     """I have taken my last step of this round, and begin to send my pseudo-gradient.
 
     Attributes:
-        worker: Who.
-        round: In which round.
-        steps: Taken in this round.
-        samples: Processed in this round.
+        worker: The worker's name.
+        round: The round that ends for the worker.
+        steps: Steps taken in this round.
+        samples: Samples processed in this round.
     """
 
     worker: _Name
@@ -122,13 +122,13 @@ class LeaveRounds(AnyMessage, frozen=True, kw_only=True):
 
 
 class EndRound(AnyMessage, frozen=True, kw_only=True):
-    """This round is to end soon, or this is to happen at its end.
+    """This round is to end soon, or some action is to follow its end.
 
     Attributes:
         worker: Who asks.
         round: Which round.
-        now: Whether no worker is to begin another step; where all take equally many, none that has taken ``steps``.
-        steps: That the worker has taken in this round.
+        now: Whether workers are to begin no other step; if all take equally many, none after ``steps`` steps.
+        steps: Steps that the worker has taken in this round.
         epoch: Whether an epoch ends with the round.
         validate: Whether the weights are to be validated after it.
         stop: Whether training ends with it.
@@ -144,11 +144,11 @@ class EndRound(AnyMessage, frozen=True, kw_only=True):
 
 
 class PassedRoundEnd(AnyMessage, frozen=True, kw_only=True):
-    """I am through with what happened at the end of a round.
+    """I have finished what was to happen at the end of a round.
 
     Attributes:
-        worker: Who.
-        round: That ended.
+        worker: The worker's name.
+        round: The round that ended.
         stop: Whether this worker stops training.
     """
 
@@ -158,7 +158,7 @@ class PassedRoundEnd(AnyMessage, frozen=True, kw_only=True):
 
 
 class PauseRounds(AnyMessage, frozen=True, kw_only=True):
-    """I do something else, such as validating: I live, and am not to be counted on until ``ResumeRounds``."""
+    """I do something else, such as validating: I live, but take no steps until ``ResumeRounds``."""
 
     worker: _Name
 
@@ -236,7 +236,7 @@ class TrainingOver(AnyMessage, frozen=True, kw_only=True):
 
 
 class LeaderAppointed(AnyMessage, frozen=True, kw_only=True):
-    """Who validates, logs and saves for all from now on.
+    """This worker validates, logs and saves for all from now on.
 
     Attributes:
         worker: Its name.
@@ -255,13 +255,13 @@ ToScheduler: TypeAlias = (
     | PauseRounds
     | ResumeRounds
 )
-"""What the batch scheduler hears."""
+"""Messages to the batch scheduler."""
 FromScheduler: TypeAlias = Acknowledge | SendAfter | StartRound | TrainingOver
-"""What the batch scheduler says."""
+"""Messages from the batch scheduler."""
 FromWorker: TypeAlias = ToScheduler | EndRound | PassedRoundEnd
-"""What the rounds hear."""
+"""Messages to the rounds."""
 ToWorker: TypeAlias = FromScheduler | RoundEnded | LeaderAppointed
-"""What the rounds say."""
+"""Messages from the rounds."""
 Message: TypeAlias = FromWorker | ToWorker
 
 
@@ -273,7 +273,7 @@ def encode(message: AnyMessage) -> str:
     return msgspec.json.encode(message).decode()
 
 
-def decode(text: str | bytes, *, sender: str = "a sender unknown") -> Message:
+def decode(text: str | bytes, *, sender: str = "an unknown sender") -> Message:
     """Read what :func:`encode` wrote.
 
     Args:
@@ -293,14 +293,14 @@ def decoded(
     """Read a message of some protocol.
 
     Args:
-        decoder: Of its messages.
+        decoder: Decoder of the protocol's messages.
         text: The message.
         sender: Who sent it, for the error.
         of: The protocol in words, for the error.
-        shown: Letters of the message that the error has; ``None`` for all.
+        shown: How many characters of the message the error shows; ``None`` for all.
 
     Raises:
-        OptionError: If it is none; names the sender and the field.
+        OptionError: If it is no such message; names the sender and the field.
     """
     try:
         return decoder.decode(text)
@@ -309,7 +309,7 @@ def decoded(
 
 
 def coalesced(said: Sequence[_T]) -> list[_T]:
-    """The same without reports that a later one makes up for: of reports that follow one another, all but the last."""
+    """Return the messages without superseded reports: of reports of a round that follow one another, the last stays."""
     return [
         message
         for message, then in zip(said, [*said, None][1:], strict=True)

@@ -1,7 +1,7 @@
-"""The options of the strategy ``diloco``: checked, and made into what the files below it understand.
+"""Checks the options of the strategy ``diloco``, and translates them for the modules that it uses.
 
-Some of what the ranks of a worker train together with is for DistributedDataParallel, some for the scheduler of their
-gradients.
+The options in ``inner``, with which the ranks of a worker train together, are for DistributedDataParallel or for the
+scheduler of their gradients.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ OPTIONS_ELSEWHERE = {
     "batch_size": "Give each worker's loader its own; trainer.strategy.worker is the worker's number.",
     **dict.fromkeys(("local_steps", "sync_every"), "Did you mean 'inner_steps'?"),
 }
-"""What to say of options that ``DiLoCoStrategy`` does not have itself, by name."""
+"""Hints for options that ``DiLoCoStrategy`` itself does not have, by name."""
 
 
 def inner_of(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The option ``inner`` in its parts: who trains the ranks of a worker together, how many, and with which options.
+    """The parts of the option ``inner``: the strategy that trains a worker's ranks, their number, and its options.
 
     Raises:
-        OptionError: If it is none; names what is allowed.
+        OptionError: If it has another form; names what is allowed.
     """
     parts = dict(given) if isinstance(given, Mapping) else {"strategy": given}
     name = parts.pop("strategy", None)
@@ -60,8 +60,8 @@ class DiLoCoOptions:
     """What the user asked for; see ``DiLoCoStrategy`` for what each option means.
 
     Attributes:
-        given: Of the options that all workers of a run have in common, by name; ``None`` where one was left out.
-        coordinated: Whether rounds are a coordinator's.
+        given: The options that all workers of a run have in common, by name; ``None`` where one was left out.
+        coordinated: Whether a coordinator runs the rounds.
         run: The same as ``given``, with defaults for what was left out.
 
     Raises:
@@ -96,8 +96,8 @@ class DiLoCoOptions:
         """How many ranks train together as one worker.
 
         Args:
-            on_node: How many run on each machine.
-            ranks: How many there are in all.
+            on_node: Number of ranks on each machine.
+            ranks: Number of all ranks.
         """
         if self.inner is None:
             return 1
@@ -109,13 +109,13 @@ class DiLoCoOptions:
         """Make sure that workers can be made of the ranks that were launched.
 
         Args:
-            ranks: How many there are.
-            on_node: How many run on each machine.
-            rank: This one.
-            node: The machine it runs on.
+            ranks: Number of all ranks.
+            on_node: Number of ranks on each machine.
+            rank: This rank.
+            node: The machine of this rank.
 
         Raises:
-            OptionError: If they cannot.
+            OptionError: If workers cannot be made of them.
         """
         size = self.ranks_per_worker(on_node=on_node, ranks=ranks)
         if self.coordinated and ranks > size:
@@ -145,7 +145,7 @@ class DiLoCoOptions:
         return {"lr": lr, "momentum": momentum}
 
     def rounds(self, timeout: float) -> RoundOptions:
-        """How long workers are waited for: none is given up before the timeout, as all of them live or the job ends.
+        """Round options that give up no worker before the timeout: if one dies, the whole job ends.
 
         Args:
             timeout: Longest wait for other workers, in seconds.
@@ -167,8 +167,8 @@ class RoundsPlan:
         workers: How many there are.
         run: What all of them have in common, with defaults for what was left out.
         slices: Whether a tracker gives the data out, so that no worker has a share of its own.
-        left_out: By epoch that has ended, the batches of its share that each worker has not trained on; -1 where its
-            loader has no length. Empty for epochs of which nothing was left out.
+        left_out: For each epoch that has ended, how many batches of its share each worker has not trained on; -1 if its
+            loader has no length. Epochs of which nothing was left out are missing.
     """
 
     workers: int
@@ -189,9 +189,9 @@ class RoundsPlan:
 
 
 WAY_OUT = (
-    "What others have left of theirs is left out; not with inner_steps and equal_steps=True, where each trains on all "
-    "of as many batches at the pace of the slowest, nor with a SliceDataModule, where faster ones train on more of the "
-    "data."
+    "The others leave out the rest of theirs. Nothing is left out with inner_steps and equal_steps=True, where all "
+    "train on equally many batches at the pace of the slowest, or with a SliceDataModule, where faster ones train on "
+    "more of the data."
 )
 
 

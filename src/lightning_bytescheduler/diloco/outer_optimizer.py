@@ -1,7 +1,7 @@
 """The outer optimizer: keeps the global weights, and steps them along the mean of the workers' pseudo-gradients.
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", algorithm 1: the pseudo-gradient
-is what a worker's weights were at the start of the round less what they are at its end.
+is a worker's weights at the start of the round minus those at its end.
 
 The global weights are in host memory, in fp32, whatever the device. Pseudo-gradients and means are sent from and
 received in host memory. The same outer step then gives the same bits on every worker, even if their devices differ.
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.slices.tracker import TrainedRun
 
 SPARSE_DEFAULTS: Mapping[str, float] = {"outer_lr": 1.0, "outer_momentum": 0.5}
-"""Of sparse pseudo-gradients: what they leave unsent acts as momentum, too."""
+"""Defaults for sparse pseudo-gradients: what these leave unsent acts as momentum, too."""
 
 
 def pseudo_gradient(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The change of a worker's weights by its steps, in fp32: ``before - after``, for the names of ``after``."""
+    """Return the change of a worker's weights by its steps, in fp32: ``before - after``, for the names of ``after``."""
     return {name: before[name].detach().float() - tensor.detach().float() for name, tensor in after.items()}
 
 
@@ -41,7 +41,7 @@ class OuterOptimizer:
     """SGD with Nesterov momentum.
 
     Args:
-        weights: The weights to start from, by name. Copied, in fp32.
+        weights: The weights to start from, by name; copied in fp32.
         lr: Outer learning rate, 0.7 by default.
         momentum: From 0 to 1, 0.9 by default; 0 for plain SGD.
 
@@ -72,7 +72,7 @@ class OuterOptimizer:
         """Step along a merged pseudo-gradient.
 
         Args:
-            merged: By name. Weights that are not in it stay as they are, and so does their momentum, as between two
+            merged: By name. Weights that are not in it keep their values and their momentum, as between two
                 synchronisations of a fragment.
 
         Raises:
@@ -97,7 +97,7 @@ class OuterOptimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; a learning rate and a momentum that were given stay.
+        """Continue from a state. A given learning rate or momentum replaces the state's.
 
         Raises:
             ValueError: If its weights have other names or shapes; nothing was changed.
@@ -121,9 +121,9 @@ class Contribution:
 
     Attributes:
         worker: The worker's name.
-        round: The round; 0 for fragments that are synchronised beside the round that ends.
+        round: The round; 0 for the fragments that a standstill synchronises in addition.
         fragment: The fragment's number.
-        pseudo_gradient: Flat, fp32, on the CPU; not to be changed any more.
+        pseudo_gradient: Flat, fp32, on the CPU; must not be changed.
         samples: Processed since this fragment was last part of a mean: its weight in the next one.
         steps: Taken in this round.
         round_samples: Processed in this round.
@@ -147,7 +147,7 @@ class Mean:
     Attributes:
         values: Flat, fp32; empty if nothing was merged.
         total: The sum of the weights.
-        chain: The chain of the weights that it is part of, in a coordinator's run.
+        chain: The chain of the weights after it, in a coordinator's run.
     """
 
     values: Tensor
@@ -161,8 +161,8 @@ class Upload:
 
     Attributes:
         fragment: Its fragment.
-        receipt: The result: a coordinator's receipt, or ``None`` if it was not accepted; among peers, the mean.
-        residual: What was left out of it; set by the thread that encodes it, before it is sent.
+        receipt: The result: a coordinator's receipt, ``None`` if it did not accept the update; among peers, the mean.
+        residual: What the codec left out; set by the encoding thread before the update is sent.
     """
 
     fragment: int
@@ -177,12 +177,12 @@ class Upload:
 
     @property
     def failed(self) -> bool:
-        """Whether there will be no answer, as the connection has ended for good."""
+        """Whether no answer will come, as the connection has ended for good."""
         return self.receipt.done() and not self.receipt.cancelled() and self.receipt.exception() is not None
 
 
 class OuterState:
-    """Makes pseudo-gradients of fragments, and takes the outer step.
+    """Makes pseudo-gradients of fragments, and takes outer steps.
 
     Args:
         trained: What is trained.
@@ -191,8 +191,8 @@ class OuterState:
 
     Attributes:
         trained: As given.
-        samples: That this worker has processed, by fragment, since that was last part of a mean.
-        changed: Fragments whose trained weights were replaced here; its reader clears it.
+        samples: Samples that this worker has processed since each fragment was last part of a mean.
+        changed: Fragments whose trained weights were replaced; the session clears it.
     """
 
     def __init__(self, trained: TrainedWeights, *, lr: float | None = None, momentum: float | None = None) -> None:
@@ -212,7 +212,7 @@ class OuterState:
         return self._optimizer.weights
 
     def count(self, samples: int) -> None:
-        """Take note of a step."""
+        """Count the samples of a step."""
         for index in range(len(self.samples)):
             self.samples[index] += samples
 
@@ -221,15 +221,15 @@ class OuterState:
         self.samples[update.fragment] -= update.samples
 
     def overwritten(self, fragment: int) -> None:
-        """Note that a fragment's trained weights are the global ones now: nothing of it is left to send."""
+        """Note that a fragment's trained weights now equal the global ones: there is nothing to send of it."""
         self.samples[fragment] = 0
 
     def pseudo_gradient(self, fragment: int) -> Tensor:
         """The change of a fragment by this worker's steps, since it was last part of a mean; flat.
 
         Raises:
-            UnsupportedError: If a parameter is trained that was not at first: the workers' would drift apart; or if one
-                has diverged.
+            UnsupportedError: If a parameter is trained that was not trained at first, as workers would drift apart; or
+                if one has diverged.
         """
         self.trained.check()
         names = self.trained.fragments[fragment]
@@ -240,13 +240,13 @@ class OuterState:
 
     @torch.no_grad()
     def merge(self, fragment: int, mean: Tensor, *, total: int, exactly: bool) -> None:
-        """Take the outer step with the mean of all workers, and let the trained weights follow.
+        """Take the outer step with the mean of all workers, and set the trained weights from the result.
 
         Args:
-            fragment: Which.
-            mean: Of all workers' pseudo-gradients, flat.
-            total: Sum of the weights; without any, the global weights stay as they are.
-            exactly: Whether the trained weights become the global ones, whatever the share that a merge keeps.
+            fragment: The fragment's number.
+            mean: The mean of all workers' pseudo-gradients, flat.
+            total: Sum of the weights; with 0, the global weights stay as they are.
+            exactly: Whether the trained weights become the global ones, even if merges mix the two.
         """
         names = self.trained.fragments[fragment]
         sizes = [self._parameters[name].numel() for name in names]
@@ -275,28 +275,28 @@ class OuterState:
                     parameter.copy_(own[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """State to keep beside the weights. A checkpoint has the weights anyway, unless they lose precision there."""
+        """Return the state for a checkpoint. The file has the weights anyway, unless they lose precision there."""
         state = self._optimizer.state_dict()
         if all(parameter.dtype == torch.float32 for parameter in self._parameters.values()):
             del state["weights"]
         return state
 
     def own_state_dict(self) -> dict[str, Any]:
-        """What this worker has trained on top of the global weights, and on how much since each fragment was sent."""
+        """Return this worker's own weights, and its samples since each fragment was sent."""
         weights = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self._parameters.items()}
         return {"weights": weights, "samples": list(self.samples)}
 
     def load_counts(self, state: Mapping[str, Any]) -> None:
-        """Count on from what :meth:`own_state_dict` gave, unless it is of other fragments."""
+        """Restore the counts of :meth:`own_state_dict`, unless they are of other fragments."""
         if len(state["samples"]) == len(self.samples):
             self.samples = list(state["samples"])
 
     def full_state(self) -> dict[str, Any]:
-        """The same with the weights, whatever their type."""
+        """Return :meth:`state_dict` with the weights, whatever their type."""
         return {**self.state_dict(), "weights": dict(self.weights)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Carry on from a state; without weights in it, those that are trained now are the global ones.
+        """Continue from a state. If it has no weights, the global weights stay.
 
         Raises:
             ValueError: If it does not fit the model; nothing was changed.
@@ -306,10 +306,10 @@ class OuterState:
 
 
 def _require_sane(parts: Mapping[str, Tensor], weight: int) -> None:
-    """Refuse to average what would spoil every worker's weights.
+    """Refuse a pseudo-gradient that would spoil every worker's weights.
 
     Raises:
-        UnsupportedError: Names the first parameter that is infinite or NaN, or has changed beyond all measure.
+        UnsupportedError: Names the first parameter that is infinite or NaN, or has changed far too much.
     """
     for name, tensor in parts.items():
         extent = float(tensor.abs().max()) if tensor.numel() else 0.0
@@ -323,7 +323,7 @@ def _require_sane(parts: Mapping[str, Tensor], weight: int) -> None:
 
 
 def copied(state: Any) -> Any:
-    """The same in host memory, with copies of its tensors, which training would go on changing."""
+    """Return a copy in host memory, with copies of its tensors, as training goes on changing them."""
     if isinstance(state, Tensor):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, dict):
@@ -354,11 +354,11 @@ def named_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def state_in(tensors: Mapping[str, Tensor], like: Mapping[str, Any]) -> dict[str, Any]:
-    """The state that tensors are of, which an optimizer like that loads.
+    """Return the state that these tensors hold, for an optimizer to load.
 
     Args:
-        tensors: As :func:`named_tensors` names them, and maybe others.
-        like: A ``state_dict`` of the optimizer.
+        tensors: Named as by :func:`named_tensors`; others are ignored.
+        like: A ``state_dict`` of that optimizer.
 
     Raises:
         OptionError: If a tensor is missing, has another shape, or is not finite; names it.
@@ -374,7 +374,7 @@ def state_in(tensors: Mapping[str, Tensor], like: Mapping[str, Any]) -> dict[str
 
 
 def tensor_in(tensors: Mapping[str, Tensor], key: str, shape: torch.Size) -> Tensor:
-    """One of them; see :func:`state_in`."""
+    """Return one of the tensors, checked; see :func:`state_in`."""
     tensor = tensors.get(key)
     if tensor is None or tensor.shape != shape or not tensor.is_floating_point():
         has = "nothing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
@@ -388,14 +388,14 @@ def unpack_state(payload: bytes, like: Mapping[str, Any]) -> dict[str, Any]:
     """Read a state.
 
     Args:
-        payload: What :func:`pack_state` wrote, or the coordinator.
+        payload: The result of :func:`pack_state`, or the coordinator's state.
         like: The ``state_dict`` of the optimizer that is to take it.
 
     Returns:
-        What that optimizer loads.
+        The state that this optimizer loads.
 
     Raises:
-        CoordinatorError: If it has not the same weights.
+        CoordinatorError: If it cannot be read, or has other weights.
     """
     with importing("DiLoCoStrategy(coordinator=...)", extra="coordinator"):
         from safetensors import SafetensorError

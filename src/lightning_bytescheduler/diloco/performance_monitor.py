@@ -53,11 +53,11 @@ class PerformanceMonitor(pl.Callback):
         except ValueError as error:
             raise UnsupportedError(
                 f"The samples of a batch of type {type(batch).__name__} cannot be counted: {error}. Derive a class "
-                "from PerformanceMonitor whose batch_samples(batch) says it, and pass it to the Trainer."
+                "from PerformanceMonitor whose batch_samples(batch) returns their number, and pass it to the Trainer."
             ) from error
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Say where nothing is measured, and refuse to measure twice.
+        """Warn where nothing is measured, and refuse to measure twice.
 
         Raises:
             UnsupportedError: If two monitors would each report every batch, or the Trainer is of the other package of
@@ -84,7 +84,7 @@ class PerformanceMonitor(pl.Callback):
         """Measure the batch, and log how the round goes.
 
         Raises:
-            OptionError: If ``batch_samples`` returned something else than a number.
+            OptionError: If ``batch_samples`` returned something else than a whole number above 0.
         """
         strategy: Any = trainer.strategy
         if not hasattr(strategy, "report_batch"):
@@ -120,7 +120,7 @@ class PerformanceMonitor(pl.Callback):
 
 
 def _positive(method: str, value: Any) -> int:
-    """What a method that may be overridden has returned, also as a number of NumPy's or a tensor of one."""
+    """Return a whole number above 0 that ``method`` returned, perhaps as a NumPy number or a tensor of one element."""
     try:
         number = operator.index(value)
     except (TypeError, RuntimeError, ValueError):

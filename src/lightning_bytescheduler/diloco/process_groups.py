@@ -7,13 +7,13 @@ alone: *leaders*, for pseudo-gradients, is used by the exchange's threads; *ever
 same moment, such as a validation (``JointCollectives``); *inside* joins the ranks of a worker, for what they sum up and
 what its leader tells them (``WorkerGroup``). The last two are used by the training thread.
 
-What a leader decides has to hold at the same step on all ranks of its worker, which each step's gradients join: a rank
+A leader's decision has to hold at the same step on all ranks of its worker, as each step's gradients join them: a rank
 that ended a round a step before or after the others would wait in one collective while they wait in another. The calls
-of ``WorkerGroup`` match by their order, as nothing else uses that group. They are made where all ranks of a worker come
-by in the same order: after each batch, at the end of a round, and where all stand still. Whether a rank gets to a call
-depends on nothing but what such a call has told it before; so by induction over the calls, all make the same ones.
+of ``WorkerGroup`` match by their order, as nothing else uses that group. All ranks of a worker make them in the same
+order: after each batch, at the end of a round, and where all stand still. Whether a rank makes a call depends only on
+the results of earlier calls; so by induction, all ranks make the same calls.
 
-Waits end with the group's timeout, the strategy's, or when a rank that has died closes its connections.
+A wait ends with its timeout, or when a rank dies and its connections close.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from lightning_bytescheduler.collectives.operations import broadcast_from_first,
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError, UnsupportedError
 
 _TIMEOUT = timedelta(minutes=30)
-_INSIDE = 4  # times the timeout: who waits for a leader has a shorter limit of its own, see WorkerGroup
+_INSIDE = 4  # times the timeout: a wait for a leader has a shorter limit of its own, see WorkerGroup
 
 _SLICE = timedelta(seconds=1)
-_PATIENCE = 3.0  # times the timeout: the leader may wait that long for several things, and says so when time is up
-_DIMENSIONS = 16  # as many as any tensor here may have
+_PATIENCE = 3.0  # times the timeout: the leader may have several waits in a row, and reports its own timeouts
+_DIMENSIONS = 16  # most dimensions of a tensor
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -49,13 +49,13 @@ _OPERATIONS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
-# By rank and size, for as long as the process lives, as torch keeps that of a default group; and how often it was used.
+# Stores by rank and size, kept while the process lives, as torch keeps a default group's; and how often each was used.
 _stores: dict[tuple[int, int], dist.Store] = {}
 _joined: dict[tuple[int, int], int] = {}
 
 
 def worker_name(number: int) -> str:
-    """What a worker is called in messages and records."""
+    """Return a worker's name in messages and records."""
     return f"worker{number}"
 
 
@@ -64,13 +64,13 @@ class WorkerWorld:
     """One rank's place among the workers.
 
     Attributes:
-        rank: Among all ranks.
+        rank: This rank among all ranks.
         size: Number of ranks.
         inner_size: Ranks of one worker.
-        store: A view of the rendezvous store that all ranks share, and no earlier run has written to.
-        everyone: All ranks.
-        leaders: The first rank of each worker; ``None`` on other ranks.
-        inside: The ranks of this worker; ``None`` if it has but one.
+        store: A part of the rendezvous store that all ranks share, and no earlier run has written to.
+        everyone: Group of all ranks.
+        leaders: Group of the first rank of each worker; ``None`` on other ranks.
+        inside: Group of this worker's ranks; ``None`` if it has only one.
     """
 
     rank: int
@@ -88,7 +88,7 @@ class WorkerWorld:
 
     @property
     def workers(self) -> int:
-        """How many there are."""
+        """Number of workers."""
         return self.size // self.inner_size
 
     @classmethod
@@ -110,8 +110,8 @@ class WorkerWorld:
             rank: Among all ranks.
             size: Number of ranks.
             inner_size: Ranks of one worker; divides ``size``.
-            backend: Of the default group.
-            timeout: Of collectives; half an hour if ``None``.
+            backend: Backend of the default group.
+            timeout: Timeout of collectives; half an hour if ``None``.
             meet: Called with a part of the store, before anything is made that needs all ranks to agree.
             store: The store at which the ranks meet; if left out, the environment's, which must be new.
             **options: For ``init_process_group``.
@@ -131,7 +131,7 @@ class WorkerWorld:
                 store = next(rendezvous("env://", rank=rank, world_size=size, timeout=timeout))[0]
             _stores[rank, size] = store
         _joined[rank, size] = _joined.get((rank, size), 0) + 1
-        # Two stores of one process on one port are one store, so that sizes are kept apart as well.
+        # Two stores of one process on one port are the same store, so keys differ by size, too.
         store = dist.PrefixStore(f"bytescheduler-diloco/{size}/{_joined[rank, size]}", _stores[rank, size])
         meet(dist.PrefixStore("meeting", store))
         collect_left()
@@ -165,8 +165,8 @@ class WorkerWorld:
         """Give up all groups; local, does not wait for other ranks.
 
         Args:
-            idle: Whether nothing is under way. Gloo cannot call anything off, and a group's end waits for it; groups
-                that are not idle are kept for as long as the process lives.
+            idle: Whether nothing is under way. Gloo cannot cancel an operation, and a group's end waits for it; groups
+                that are not idle are kept while the process lives.
         """
         groups = [self.everyone, self.leaders, self.inside]
         if not idle and dist.is_initialized() and self.inner_size > 1:
@@ -191,7 +191,7 @@ class JointCollectives:
         self.group = group
 
     def reduce(self, tensor: Tensor, operation: Any = "mean") -> Tensor:
-        """The reduced tensor, new.
+        """Return the reduced tensor, a new one.
 
         Args:
             tensor: Of the same shape on all ranks.
@@ -260,12 +260,12 @@ class WorkerGroup:
     Args:
         group: Over the worker's ranks; gloo. ``None`` for a worker of one rank, which has no other rank to ask or tell.
         timeout: Longest wait for other workers, in seconds.
-        no_hope: Called about once a second while the leader waits for other workers: why another rank, of this worker
-            or of those that were launched with it, will not go on; else ``None``.
+        no_hope: Called about once a second while the leader waits for other workers. Returns why another rank, of this
+            worker or another one of this launch, will not go on; else ``None``.
 
     Attributes:
         no_hope: As given.
-        cause: Of the end, once :meth:`abort` was called.
+        cause: Why the waits end, once :meth:`abort` was called.
     """
 
     cause: BaseException | None = None
@@ -292,7 +292,7 @@ class WorkerGroup:
         return self._group is None or self._group.rank() == 0
 
     def abort(self, cause: BaseException) -> None:
-        """Raise ``cause`` from whatever is waited for, now or later. For any thread."""
+        """Raise ``cause`` from any wait, now or later. For any thread."""
         if self.cause is None:
             self.cause = cause
 
@@ -306,14 +306,14 @@ class WorkerGroup:
         return values
 
     def any(self, fact: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Whether ``fact`` holds on any rank."""
         return self.total([float(fact)])[0] > 0
 
     def tell(self, text: str = "") -> str:
-        """The leader's text, on all ranks.
+        """Return the leader's text, on all ranks.
 
         Args:
-            text: Other ranks' are not looked at.
+            text: The leader's text; ignored on other ranks.
         """
         if self._group is None:
             return text

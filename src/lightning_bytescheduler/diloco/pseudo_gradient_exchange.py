@@ -2,14 +2,14 @@
 
 Each part of a pseudo-gradient is cut into one shard per worker. A worker receives all workers' versions of its shard,
 adds them up in fixed point, and sends the weighted mean to all, in the wire's dtype. Every worker uses the values as
-they were sent, for its own shard too, so all of them hold the same bits. As little is sent as with a ring all-reduce:
+they were sent, for its own shard too, so all of them hold the same bits. They send as little as a ring all-reduce does:
 ``2 (n - 1) / n`` times the pseudo-gradient.
 
 Means of sparse pseudo-gradients travel with twice their density, as workers' largest changes are not the same ones.
 
 What int8, int4 and sparse lose is kept and sent with the next pseudo-gradient of the same name (error feedback): by the
-worker whose pseudo-gradient it is, and by the owner of a shard for the mean. Only what is lost between a checkpoint and
-a training that goes on from it is lost for good: see :meth:`PseudoGradientExchange.load_state_dict`.
+worker whose pseudo-gradient it is, and by the owner of a shard for the mean. It is lost for good only if a training
+goes on from a checkpoint without it: see :meth:`PseudoGradientExchange.load_state_dict`.
 
 Two ranks' messages are told apart by their number and not by their order. Still, every worker has to start the parts in
 one order: with a limited number in flight, each could otherwise wait for what the other has not started.
@@ -43,9 +43,9 @@ _LARGEST = 2_000_000  # parameters
 def size_of_parts(parameters: int) -> int:
     """Parameters of the parts of a pseudo-gradient: of the same size, of two million at most.
 
-    Its parts need no order, unlike gradients, of which the first layers' are needed first: nothing is to overtake them.
-    So they are large, as each costs some milliseconds to start, and not so large that much of what a worker encodes,
-    adds up and decodes is not hidden under another part that travels.
+    Its parts need no order and do not overtake each other, unlike gradients, of which the first layers' come first. So
+    parts are large, as each costs some milliseconds to start. They are small enough that most of a worker's encoding,
+    adding up and decoding is hidden under another part that travels.
 
     Args:
         parameters: Of the largest pseudo-gradient that is sent.
@@ -64,12 +64,12 @@ class PseudoGradientExchange:
     Threads: a dispatcher and a completion thread, both ended by :meth:`stop` within a bound.
 
     Args:
-        group: Over all workers; gloo, used by this object alone.
-        wire: What travels.
+        group: The group of all workers; gloo, used by this object alone.
+        wire: Format of what travels.
         partition_size: Largest part that is sent at once, in parameters.
         credit: What may be in flight at once, in parameters.
         on_error: Called with what a message failed with, on the completion thread; returns the error to raise.
-        arrived: Called with each update of a round whose mean is there, before it is handed out, on another thread.
+        arrived: Called on another thread with each update of a round when its mean is there, before that is handed out.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class PseudoGradientExchange:
         """Begin to exchange a fragment; returns at once. For one thread.
 
         Args:
-            contribution: The next one of its fragment comes when this one's mean is there.
-            wanted: Is not asked: all workers are there, or the job ends.
+            contribution: The update. The next one of its fragment may come only when this one's mean is there.
+            wanted: Not called, as all workers are there or the job ends.
 
         Returns:
             Its receipt is the mean.
@@ -159,14 +159,14 @@ class PseudoGradientExchange:
         return upload
 
     def settle(self, upload: Upload, *, total: int) -> None:
-        """See ``Exchange``: what is left to be sent is kept with what is sent."""
+        """See ``Exchange``. Does nothing, as residuals are kept when parts are encoded."""
 
     def fetch_mean(self, round: int, chain: str) -> Future[Mean | None]:
         """See ``Exchange``; it comes by itself."""
         return self._means.pop(round, None) or Future()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was not sent yet, of this worker, and what rounding draws from: tensors and primitives only."""
+        """This worker's residuals, and the number that seeds of rounding follow from: tensors and primitives only."""
         own = {name: residuals.own.clone() for name, residuals in self._residuals.items()}
         mean = {name: residuals.mean.clone() for name, residuals in self._residuals.items()}
         ranks = {"workers": self._group.size(), "rank": self._group.rank()}
@@ -175,8 +175,8 @@ class PseudoGradientExchange:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Carry on from a state, on all workers, before anything was started.
 
-        What was not sent goes to the worker that it is of; all others begin without any, and what they had not sent is
-        lost. With another number of workers shards are others, and what their owners had not sent is lost, too.
+        The residuals go to the worker of the same rank. All others begin without any, and what they had not sent is
+        lost. With another number of workers the shards differ, and what their owners had not sent is lost, too.
         """
         self._numbers = state.get("numbers", 0)  # the same in the states of all workers
         if state["rank"] != self._group.rank():
@@ -223,7 +223,7 @@ class _Swap:
         group: Over all workers; gloo.
         own: This worker's version, in fp32, flat, on the CPU.
         result: Is filled with the mean; like ``own``.
-        weight: Of this worker's version, a whole number; 0 if it is not to count.
+        weight: Weight of this worker's version, a whole number; 0 if it does not count.
         wire: What travels.
         residuals: What was not sent before, where the wire keeps that.
         total: Sum of all weights, once a part is there. If it is 0, the mean is all zeros.
@@ -241,9 +241,9 @@ class _Swap:
         """Exchange one part of the pseudo-gradient.
 
         Args:
-            offset: Of the part.
-            size: Of the part.
-            number: Of this exchange, the same on all workers and used once.
+            offset: Where the part begins.
+            size: Length of the part.
+            number: Number of this exchange, the same on all workers and used once.
 
         Raises:
             ValueError: If the part holds infinities or NaN.

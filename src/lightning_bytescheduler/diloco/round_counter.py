@@ -29,7 +29,7 @@ class RoundCounter:
     """Where one worker is in its round.
 
     Args:
-        worker: The worker's name, which is in all it says.
+        worker: The worker's name, which is in all its messages.
 
     Attributes:
         round: The round it is in; 0 before the first.
@@ -37,7 +37,7 @@ class RoundCounter:
         samples: Processed in these steps.
         next_round: The round to start, as soon as its weights are there; ``None`` if none was announced.
         finished: Whether the training is over.
-        closes: Whether this round has no step, and sends what the last ones have left of a fragment.
+        closes: Whether this round has no step, and only sends what earlier rounds have left of a fragment.
     """
 
     def __init__(self, worker: str) -> None:
@@ -56,7 +56,7 @@ class RoundCounter:
         self._sent = False
 
     def carried_into(self, round: int, sent: SendingPseudoGradient | None = None) -> RoundCounter:
-        """A new counter that begins ``round`` with what was done in this one's, and what was sent to no avail."""
+        """Return a new counter that begins ``round`` with these steps, and those of ``sent``, which did not count."""
         counter = RoundCounter(self.worker)
         counter.round, counter.steps, counter.samples, counter._loss = round, self.steps, self.samples, self._loss
         if sent is not None:
@@ -65,7 +65,7 @@ class RoundCounter:
         return counter
 
     def go_on(self, *, steps: int, samples: int) -> None:
-        """Count what was done in this round before the process was started anew: steps beside the last round's mean."""
+        """Count steps that a checkpoint has of this round, taken while the last round's mean was under way."""
         self.steps, self.samples = self.steps + steps, self.samples + samples
         self._acknowledged = self.steps  # as in start()
 
@@ -80,23 +80,23 @@ class RoundCounter:
         return None if self._last_step is None else max(self._last_step - self.steps, 0)
 
     def receive(self, message: Message) -> None:
-        """Take in what the scheduler says."""
+        """Handle a message of the scheduler."""
         if isinstance(message, StartRound):
-            # Not one that has begun: an answer may have been under way for long.
+            # A message may have been under way for long, and name a round that has begun.
             if message.round > max(self.round, self.next_round or 0):
                 self.next_round, self._next_cap = message.round, message.step_cap
         elif isinstance(message, TrainingOver):
             self.finished = True
         elif self._sent:
-            pass  # what follows is about the round that this worker is through with
+            pass  # the message is about a round that this worker is through with
         elif isinstance(message, (Acknowledge, SendAfter)) and message.round == self.round:
             self._acknowledged = max(self._acknowledged, message.reported)
             if isinstance(message, SendAfter):
-                # Two may have told: the scheduler, and the cap. The earlier one holds.
+                # Both the scheduler and the cap may have set a last step. The earlier one holds.
                 self._last_step = message.steps if self._last_step is None else min(self._last_step, message.steps)
 
     def start(self) -> RoundStarted:
-        """The weights of the announced round are there: begin it. Returns what to say.
+        """Begin the announced round, as its weights are there. Returns the message to send.
 
         Steps that were taken since the pseudo-gradient was sent belong to this round.
 
@@ -107,18 +107,18 @@ class RoundCounter:
             raise RuntimeError("Cannot start a round: the scheduler has announced none.")
         if not self._sent:
             self.clear()  # its steps, if any, were part of a round that is over, and are lost
-        self._acknowledged = self.steps  # what was taken beside sending could not be answered
+        self._acknowledged = self.steps  # steps taken while sending could not be answered
         self.round, self._last_step, self.closes = self.next_round, self._next_cap, self._next_cap == 0
         self.next_round = self._next_cap = None
         self._sent = False
         return RoundStarted(worker=self.worker, round=self.round)
 
     def step(self, *, batch_size: int, seconds: float, loss: float | None = None) -> StepReport:
-        """Count a step. Returns what to say, without waiting for an answer.
+        """Count a step. Returns the message to send; its answer need not be awaited.
 
         Args:
             batch_size: Its samples.
-            seconds: What it took, from the end of the step before.
+            seconds: Its duration, from the end of the step before.
             loss: Its loss, if it was measured.
 
         Raises:
@@ -142,7 +142,7 @@ class RoundCounter:
         )
 
     def send(self) -> SendingPseudoGradient:
-        """The pseudo-gradient is being sent. Returns what to say.
+        """Record that the pseudo-gradient is being sent. Returns the message to send.
 
         Where sending overlaps with training, the steps that follow count for the next round.
         """
@@ -154,6 +154,6 @@ class RoundCounter:
         return message
 
     def clear(self) -> None:
-        """Nothing was done in this round so far."""
+        """Forget the steps of this round."""
         self.steps = self.samples = self._acknowledged = 0
         self._loss = (0.0, 0)

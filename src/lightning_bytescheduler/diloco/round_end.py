@@ -4,10 +4,10 @@ A target is a number of samples of all workers together, or of steps of the fast
 samples, :func:`project` plays the workers' steps forward until enough are processed. A worker's next finish counts from
 its last report, not from the moment of the projection; steps that end at the same instant are counted together; limits
 are relative to now, so that an old round can still be projected; and the step that a worker is in the middle of counts,
-because it will be finished whatever is decided. What it costs does not depend on how many steps that is.
+because it will be finished whatever is decided. A projection's cost hardly depends on the number of steps.
 
-Who is waited for, and how long: ``RoundOptions``. An update that comes after its round is over counts nothing: what is
-merged was made with the weights that it is merged into.
+Who is waited for, and how long: ``RoundOptions``. An update that comes after the end of its round does not count, as it
+was not made with the weights that it would be merged into.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from lightning_bytescheduler.checks import require_seconds, require_share, require_whole
 
 INNER_STEPS = 100
-"""Of a round, where neither these nor samples are given."""
+"""Steps of a round, if neither steps nor samples are given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,18 +32,18 @@ class RoundOptions:
 
     Attributes:
         outer_steps: Rounds after which the training is over; ``None`` for no end.
-        closing_rounds: Rounds that then follow without a step, each of which synchronises what the last steps have left
-            of one more fragment.
+        closing_rounds: Rounds without a step that follow. Each synchronises one more fragment, with what the last steps
+            have changed in it.
         start_workers: Workers that the first round waits for, but not the first after a restart. A worker that joins
             later trains in the current round if its end is not decided; where all take equally many steps, from the
             next round on.
         quorum: Share of a round's workers whose pseudo-gradients an outer step needs; with fewer, the weights stay as
-            they are. Where a round synchronises one fragment only, so does its quorum. A round's workers are those that
-            were told of its end; who joins later is none of them, and who had left before is none either.
+            they are. With fragments, that holds for the round's fragment. A round's workers are those that were told of
+            its end, without workers that join later or have left earlier.
             One pseudo-gradient is needed in any case.
         grace: Seconds that pseudo-gradients are waited for beyond the deadline, which is twice the forecast plus twice
             the longest transfer of the workers; explicit seconds must cover a first transfer. ``"auto"`` waits as long
-            as that is worth what the others lose by it, see ``round_end.worthwhile_wait``.
+            as it probably gains more samples than it costs, see ``round_end.worthwhile_wait``.
         silent_after: Seconds of silence, on top of three steps, after which a worker is not counted on.
         first_step_limit: The same for a worker that has not reported a step yet; compiling may take minutes.
 
@@ -89,8 +89,7 @@ class Pace:
     Attributes:
         batch_size: Samples of a step.
         step_seconds: Time of a step.
-        began: When the step began that it is taking, in seconds of the clock that ``now`` is read from: the moment of
-            its last report.
+        began: When its present step began: the moment of its last report, in seconds of the clock of ``now``.
         steps: Steps that it has reported in this round.
         most: Steps that it may take in this round at most; any number by default.
         committed: Steps that it will take in any case: the one in progress, and those it takes before a decision
@@ -182,7 +181,7 @@ def project(
             return "time"
         return "idle" if bool(np.all(steps >= left)) else None
 
-    # Each reason to stop holds on once it holds, so that the first moment at which one does can be halved in on.
+    # A reason to stop never ceases to hold, so bisection finds the first moment at which one does.
     steps = np.zeros(len(paces))
     if why_stop(steps) is None:
         low, high, ahead = 0.0, 0.0, float(np.min(seconds))
@@ -218,8 +217,8 @@ class SampleTarget:
     """A round is over when all workers together have processed ``samples`` samples.
 
     The proposal for performance-aware scheduling gives a round as a number of steps (there: ``outer_steps``) with a
-    theoretical ``batch_size``: ``samples`` is their product. No worker need have that batch size. The samples are
-    shared out by what each one gets through in the same time.
+    theoretical ``batch_size``: ``samples`` is their product. No worker need have that batch size. Each
+    worker's share is what it processes in the same time.
     """
 
     samples: int
@@ -233,8 +232,8 @@ class SampleTarget:
         """What is to go; 0 or less when the target is reached.
 
         Args:
-            samples: That all workers together have processed in this round.
-            steps: That each worker has taken in this round; the fewest and the most are enough.
+            samples: Samples that all workers together have processed in this round.
+            steps: Steps of each worker in this round; the least and the greatest number are enough.
         """
         return self.samples - samples
 
@@ -242,7 +241,7 @@ class SampleTarget:
         """Say when the round ends. Every worker takes the steps that end before the last needed sample is there.
 
         Args:
-            left: What ``left`` said.
+            left: The result of ``left``.
             paces: The workers that are training.
             now: In seconds.
             within: Seconds from now.
@@ -250,8 +249,8 @@ class SampleTarget:
         Returns:
             ``None`` if the target is not reached ``within`` that time.
         """
-        # After t seconds, a worker has taken t / step_seconds steps, and one more at most, beyond what is sure. That
-        # rules most moments of a round out, without playing all of its steps.
+        # After t seconds, a worker has taken at most t / step_seconds + 1 steps beyond those that are sure. So most
+        # moments of a round are ruled out without playing all of its steps.
         surplus = sum(pace.batch_size * (pace.sure + 1) for pace in paces)
         if left - surplus > within * sum(pace.batch_size / pace.step_seconds for pace in paces):
             return None
@@ -276,7 +275,7 @@ class FastestSteps:
         return self.steps
 
     def left(self, *, samples: int, steps: Sequence[int]) -> int:
-        """Steps that are missing to the one who has taken most."""
+        """Steps that the worker with the most steps still has to take."""
         return self.steps - max(steps, default=0)
 
     def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> RoundPlan | None:
@@ -292,7 +291,7 @@ class FixedSteps(FastestSteps):
     """A round is over when every worker has taken ``steps`` steps, as long as the slowest takes (published DiLoCo)."""
 
     def left(self, *, samples: int, steps: Sequence[int]) -> int:
-        """Steps that are missing to the one who has taken fewest."""
+        """Steps that the worker with the fewest steps still has to take."""
         return self.steps - min(steps, default=self.steps)
 
     def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> RoundPlan | None:
@@ -306,7 +305,7 @@ RoundTarget: TypeAlias = SampleTarget | FastestSteps
 
 def _share(steps: int, seconds: float, fastest: float) -> int:
     """``floor(v / v_max * steps)`` for a speed of v, and one at least."""
-    # A share that is whole but for rounding is whole.
+    # The factor keeps rounding from lowering a share that is a whole number.
     return max(math.floor(fastest / seconds * steps * (1 + 1e-9)), 1)
 
 
@@ -314,22 +313,22 @@ def worthwhile_wait(*, decided: float, deadline: float, longest: float, missing:
     """Until when it pays to wait for pseudo-gradients that are missing: the rule of ``grace="auto"``.
 
     Waiting for a second costs ``idle`` samples, which the workers that are done would process in that time. It gains
-    the missing samples, times the chance that they come in that second. Of that chance it is only known that it falls
+    the missing samples, times the chance that they come in that second. Only one thing is known of the chance: it falls
     with time. Assume that an update which has not come after some time has an even chance to come within as much time
     again (the density 1/t of a time of unknown scale). Then the chance of the next second is 1/t, t seconds after the
     decision. So waiting pays while ``missing / t > idle``, that is until ``t = missing / idle``: until the workers that
     are done have lost as much as they wait for. Whatever the chances really are, that costs at most twice as much as
     the best choice in hindsight (to wait for all, or not at all), as in the ski rental problem.
 
-    With n equal workers, of which one is missing, that is a round's length over n - 1: two wait for each other for
-    long, and a thousand hardly.
+    With n equal workers, one of them missing, ``t`` is a round's length over n - 1: of two workers, one waits long for
+    the other, and of a thousand they hardly wait.
 
     Args:
         decided: When the end of the round was decided, in seconds.
-        deadline: Which is waited for in any case.
+        deadline: Until when the wait lasts in any case.
         longest: Most seconds of waiting beyond the deadline, even if no worker is done and idle.
         missing: Samples that would become part of the weights, and count nothing if they come late.
-        idle: Samples a second that those who are through would process.
+        idle: Samples a second that the workers that are done would process.
 
     Returns:
         A time from ``deadline`` to ``deadline + longest``.

@@ -1,8 +1,7 @@
 """The record of a run's rounds: what each worker did when; its picture, and the command that makes it.
 
-One line of JSON per round, written by worker 0. Times are seconds of the batch scheduler's clock, when its messages
-came in. Limits: where sending overlaps with training, a worker trains while it is recorded as sending, waiting or
-receiving.
+One line of JSON per round, written by worker 0. Times are seconds of the batch scheduler's clock at which messages came
+in. Limits: where sending overlaps with training, a worker trains while it is recorded as sending, waiting or receiving.
 
 The picture has a row for each worker. It needs matplotlib, which is imported when a picture is drawn. A handful of
 rounds make a readable picture, a hundred do not.
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RECORD_NAME = "rounds.jsonl"
-"""What a training calls the file."""
+"""Name of the file that a training writes."""
 
 Activity = Literal["receiving", "working", "sending", "waiting"]
 
@@ -42,11 +41,11 @@ class WorkerRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One worker's part in a round.
 
     Attributes:
-        worker: Who.
-        steps: Taken.
-        samples: Processed.
+        worker: Its name.
+        steps: Steps taken.
+        samples: Samples processed.
         merged: Whether its pseudo-gradient became part of the weights.
-        spans: What it did, from when, until when.
+        spans: Its activities, each with start and end.
     """
 
     worker: str
@@ -81,12 +80,12 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def samples(self) -> int:
-        """That became part of the weights."""
+        """Samples that became part of the weights."""
         return sum(worker.samples for worker in self.workers if worker.merged)
 
     @property
     def merged(self) -> tuple[str, ...]:
-        """Whose pseudo-gradients became part of the weights."""
+        """Workers whose pseudo-gradients became part of the weights."""
         return tuple(worker.worker for worker in self.workers if worker.merged)
 
 
@@ -116,8 +115,8 @@ class RoundFile:
     """Where a training writes its rounds. For one thread; a disk that is full does not end the training.
 
     Args:
-        path: Of the file, or ``None`` to write nothing.
-        append: Whether to go on with what is there.
+        path: Path of the file, or ``None`` to write nothing.
+        append: Whether to append to an existing file.
         option: The option that named the file, if the user did: then it is opened at once.
 
     Raises:
@@ -142,9 +141,9 @@ class RoundFile:
             if self._file is None:
                 self._file = self._open(self._path)
             self._file.write(msgspec.json.encode(record).decode() + "\n")
-            self._file.flush()  # it is there if the run dies
+            self._file.flush()  # so that the round is in the file if the run dies
         except OSError as error:
-            log.warning("Rounds are not recorded any more: %s", error)
+            log.warning("Rounds are not recorded from here on: %s", error)
             self._path = None
 
     def _open(self, path: Path) -> IO[str]:
@@ -166,12 +165,12 @@ _ACTIVITIES: dict[Activity, tuple[str, str, str]] = {  # colour, in the picture,
 }
 _TABLE: tuple[Activity, ...] = ("working", "waiting", "sending", "receiving")
 _ROUNDS_SHOWN = 6
-_ROUNDS_MARKED = 20  # of more, lines would hide what is drawn
+_ROUNDS_MARKED = 20  # with more rounds, lines would hide the bars
 _PAGE = 11.0  # inches for all workers
 _LEAST_LABELLED = 0.25  # inches of a row that has room for text
 _NAME_LENGTH, _HEAD, _TAIL = 30, 17, 12  # letters
 _UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
-_ENOUGH = 3.0  # of a unit, to take it
+_ENOUGH = 3.0  # a unit is taken if there are at least so many
 _LETTER = 0.0068  # width of a letter, and some air, as a share of the width of the axes
 
 
@@ -203,7 +202,7 @@ def draw_rounds(
 
 
 def _row_height(workers: int) -> float:
-    """In inches: of a few workers as is comfortable, of many as much as a page has."""
+    """Height of a row in inches: comfortable for a few workers; for many, as much as the page has."""
     return min(0.45, max(_PAGE / max(workers, 1), 0.12))
 
 
@@ -270,13 +269,13 @@ def _draw(figure: Figure, shown: Sequence[RoundRecord], workers: Sequence[str], 
 
 
 def _short(names: Sequence[str]) -> list[str]:
-    """Names that leave room for the picture, as long as they can still be told apart."""
+    """Shorten long names to leave room for the picture, if they then still differ."""
     short = [name if len(name) <= _NAME_LENGTH else f"{name[:_HEAD]}…{name[-_TAIL:]}" for name in names]
     return short if len(set(short)) == len(names) else list(names)
 
 
 def _label(axes: Axes, spans: Sequence[tuple[float, float]], row: int, *lines: str) -> None:
-    """Write into the bar of a worker's training what fits."""
+    """Write the longest text that fits into each bar of a worker's training."""
     for start, end in spans:
         for text in (", ".join(lines), lines[0]):
             if end - start > len(text) * _LETTER * axes.get_xlim()[1]:

@@ -20,11 +20,11 @@ from lightning_bytescheduler.diloco.messages import JoinRounds, StepReport
 from lightning_bytescheduler.diloco.round_end import Pace, RoundOptions
 from lightning_bytescheduler.diloco.round_record import Activity, WorkerRound
 
-_FIRST_STEPS = 4  # of rounds, that are kept
+_FIRST_STEPS = 4  # first steps of rounds whose times are kept
 _SILENT_STEPS = 3
 _SHORTEST_S = 1e-9
 RETURN_S = 2.0
-"""For a worker to be back whose connection has closed. One that lives tries again each half second at first."""
+"""Seconds for a worker to come back after its connection has closed. A living one first retries each half second."""
 
 
 class StepTime:
@@ -34,7 +34,7 @@ class StepTime:
     unless there is no other: a worker with one step per round has only first steps.
 
     Attributes:
-        seconds: Of a step, or ``None`` before the first.
+        seconds: Seconds of a step, or ``None`` before the first.
         batch_size: Samples of a step, or ``None`` before the first. A short last batch of an epoch does not change it.
     """
 
@@ -54,9 +54,9 @@ class StepTime:
         """Take note of a step.
 
         Args:
-            seconds: What it took. A step of less than a nanosecond is a clock's fault and does not count.
+            seconds: Its time. A step of less than a nanosecond is an error of the clock and does not count.
             batch_size: Its samples.
-            first: Whether it was the first one after a synchronisation.
+            first: Whether it was the first step after a synchronisation.
         """
         if seconds < _SHORTEST_S:
             return
@@ -92,29 +92,29 @@ class WorkerProgress:
 
     Attributes:
         name: The worker's name.
-        number: Replaces the name where that would do, but also tells apart two starts of one process.
+        number: Identifies it like the name, but differs each time that the worker is added.
         session: Identifies the start of its process.
         state: Where it is.
         heard: When it was last heard of.
         paused: Whether it does something else, but is alive.
         began_late: Whether it was let into a round that others had begun before. No worker waits for what it does.
-        left: Whether it has left. What it has sent is not waited for any more, and counts if it comes.
-        resumed: What it had done, by its own account, in a round that is to begin, when it joined.
-        step_time: Survives the round.
+        left: Whether it has left. Its update is not waited for, but counts if it comes.
+        resumed: Its own account, as it joined, of what it has done in a round that is to begin.
+        step_time: Time of its steps; survives the round.
         transfer: Seconds from its last step until its pseudo-gradient was there; survives the round.
         receiving: Seconds from when it was told to start until it had the weights; survives the round.
         steps: Taken in this round.
         samples: Processed in this round.
-        in_flight: Steps that it has taken, about, before an answer reaches it; survives the round.
-        pace: How it gets on, as it was when it was last heard of; ``None`` where the round's end does not depend on it.
+        in_flight: About how many steps it takes before an answer reaches it; survives the round.
+        pace: Its progress when it was last heard of; ``None`` where the round's end does not depend on it.
         send_after: Steps after which it was told to send its pseudo-gradient; 0 for after the one in progress.
         loss: Mean over its steps of this round, if it says one.
         told: When it was told to start.
         began: When it began to train.
-        reported: When the step began that it is taking.
+        reported: When its current step began.
         sending: When it began to send.
         arrived: When its pseudo-gradient was there.
-        gone: Since when nothing connects it to its host; ``None`` where something does, or its host cannot tell.
+        gone: Since when it has no connection to its host; ``None`` if it has one, or the host cannot know.
     """
 
     name: str
@@ -146,7 +146,7 @@ class WorkerProgress:
         """Begin a round anew.
 
         Args:
-            now: In seconds.
+            now: Time in seconds.
             late: Whether the others have begun before.
         """
         self.state = WorkerState.STARTING
@@ -161,7 +161,7 @@ class WorkerProgress:
         self.began = self.reported = now
 
     def resume(self, now: float) -> None:
-        """It pauses no more: it begins a step now, or to fetch the weights."""
+        """Its pause is over: it begins a step now, or begins to fetch the weights."""
         if self.paused:
             self.paused = False
             self.told, self.reported = (now if self.state is WorkerState.STARTING else self.told), now
@@ -191,7 +191,7 @@ class WorkerProgress:
         self.arrived = now
 
     def record(self, now: float, *, merged: bool) -> WorkerRound:
-        """Say what it did in the round that ends now."""
+        """Return what it did in the round that ends now."""
         times = (self.told, self.began, self.sending, self.arrived)
         known = [time for time in times if time is not None]
         return WorkerRound(
@@ -208,7 +208,7 @@ class WorkerProgress:
 
     @property
     def samples_per_second(self) -> float | None:
-        """While it trains, or ``None`` before its first step."""
+        """Its speed while it trains, or ``None`` before its first step."""
         seconds, batch_size = self.step_time.seconds, self.step_time.batch_size
         return None if seconds is None or batch_size is None else batch_size / seconds
 
@@ -228,7 +228,7 @@ class WorkerProgress:
         return self.state in (WorkerState.SENDING, WorkerState.ARRIVED)
 
     def silent_at(self, options: RoundOptions) -> float:
-        """When it will have been silent for so long that it is not counted on any more."""
+        """The time from which rounds go on without it, if it stays silent until then."""
         seconds = self.step_time.seconds
         if seconds is None:
             return self.heard + options.first_step_limit
@@ -246,10 +246,10 @@ class WorkerProgress:
         return not idle and now >= self.silent_at(options)
 
     def awaited_until(self, options: RoundOptions) -> float:
-        """Until when what it still has to do in this round is waited for; 0 where that is nothing.
+        """The time until which its remaining work in this round is waited for; 0 if it has none.
 
-        A dead process is told from a silent one by its connection, which its machine closes at once. So it is not
-        waited for as long as silence may take that has another cause.
+        The machine of a dead process closes its connection at once, which tells it from a silent one. So a dead process
+        is not waited for as long as a silent one.
         """
         back = math.inf if self.gone is None else self.gone + RETURN_S
         if self.is_training and not self.paused:
@@ -262,14 +262,14 @@ class WorkerProgress:
 
     @property
     def missing_samples(self) -> int:
-        """That its pseudo-gradient will have, as far as is known."""
+        """Samples that its pseudo-gradient will have, as far as is known."""
         return self.samples + max(self.send_after - self.steps, 0) * (self.step_time.batch_size or 0)
 
     def note_pace(self, step_cap: int | None) -> None:
-        """Take note of how it gets on.
+        """Update its pace.
 
-        Steps of one who has begun late are taken as they come where the round ends with the fastest worker's. Its first
-        one is counted on nowhere: if it is not there when the end is decided, it is for the next round.
+        A worker that began late has no pace where the round ends with the fastest worker's steps: its steps count as
+        they come. It never has one before its first step, which may come too late for this round.
         """
         seconds, batch_size = self.step_time.seconds, self.step_time.batch_size
         if seconds is None or batch_size is None or (self.began_late and (step_cap is not None or not self.steps)):
@@ -288,7 +288,7 @@ class WorkerProgress:
 def means_of(workers: Sequence[WorkerProgress]) -> dict[str, float]:
     """The mean ``loss`` over a round, weighted by samples, and ``samples_per_second`` of all workers together.
 
-    What is not finite, as the loss of a training that has diverged, is left out: no such number travels as JSON.
+    A mean that is not finite, as the loss of a training that has diverged, is left out: JSON has no such numbers.
     """
     measured = [(one.loss, one.samples) for one in workers if one.loss is not None and one.samples]
     rates = [one.samples_per_second for one in workers if one.samples and one.samples_per_second is not None]
@@ -324,7 +324,7 @@ class RoundRoster:
         return worker
 
     def take_back(self, name: str, session: int, now: float) -> WorkerProgress | None:
-        """One who has left in this round after it has sent is back, as the same process: it has its place again."""
+        """A worker that left in this round after its last step is back, as the same process: it gets its place back."""
         worker = next((one for one in self._departed if (one.name, one.session) == (name, session)), None)
         if worker is None or name in self.workers:
             return None
@@ -334,7 +334,7 @@ class RoundRoster:
         return worker
 
     def remove(self, worker: WorkerProgress) -> None:
-        """It is gone, or was started anew. What it has sent still counts in this round."""
+        """A worker is gone, or was started anew. What it has sent still counts in this round."""
         self._remembered.pop(worker.name, None)
         self._remembered[worker.name] = worker.step_time
         del self.workers[worker.name]
@@ -347,7 +347,7 @@ class RoundRoster:
             self._remembered.popitem(last=False)
 
     def members(self) -> list[WorkerProgress]:
-        """Who takes part in this round."""
+        """Workers that take part in this round."""
         return [worker for worker in (*self.workers.values(), *self._departed) if worker.is_member]
 
     def begin_round(self) -> None:
@@ -359,6 +359,6 @@ class RoundRoster:
 
     @property
     def longest_transfer(self) -> float | None:
-        """Of all who are there, as it usually is with each; ``None`` before the first."""
+        """The longest of the present workers' usual transfer times; ``None`` before the first transfer."""
         known = [worker.transfer.mean for worker in self if worker.state is not WorkerState.LOST]
         return max((seconds for seconds in known if seconds is not None), default=None)

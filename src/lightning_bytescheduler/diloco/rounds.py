@@ -3,8 +3,8 @@
 :class:`Rounds` wraps the batch scheduler. The scheduler's messages go to the workers, except at the end of a round.
 There the host decides whether later messages are held until it lets the workers go on, as when a mean must arrive
 first. So a worker hears of a round's end before it hears of the next round's start. Besides the scheduler, a worker may
-end a round for all. Where all take the same number of steps in a round, workers that are behind it go on until they
-have taken as many.
+end a round for all. Where all take the same number of steps in a round, workers that are behind that one go on until
+they have taken as many.
 
 *Whether all stand still* at a round's end is decided here, too. Each of the workers that were launched together may ask
 for the end of a round, because its data or its steps are used up, or for a validation. Then no worker starts the next
@@ -49,11 +49,11 @@ class Rounds:
 
     Args:
         target: What ends a round.
-        options: Of the batch scheduler.
+        options: The batch scheduler's options.
         post: Sends a message to a worker, without waiting.
-        end: Called with each round that is over. What follows is held until :meth:`go_on`, but for workers that were
-            launched together.
-        together: Names of those: all stand still where one has asked for it.
+        end: Called with each round that is over. Later messages are held until :meth:`go_on`. For workers launched
+            together they are held only if all stand still.
+        together: Names of workers launched together: all stand still if one has asked for it.
 
     Attributes:
         scheduler: The batch scheduler.
@@ -78,7 +78,7 @@ class Rounds:
         self._together = tuple(together)
         self._wishes: set[str] = set()  # what is to happen at the end of the round, of workers launched together
         self._passed: dict[str, bool] = {}  # workers that have passed the end of a round, and whether they stop
-        self._sent_at: dict[str, float] = {}  # when each worker was through
+        self._sent_at: dict[str, float] = {}  # when each worker said that it sends
 
     @property
     def stand_still(self) -> bool:
@@ -98,14 +98,14 @@ class Rounds:
         elif isinstance(message, PassedRoundEnd):
             self._take_passed(message, now)
         elif not isinstance(message, FromWorker):
-            raise RuntimeError(f"The batch scheduler was sent what only it says: {message!r}.")
+            raise RuntimeError(f"The batch scheduler was sent a message that only it sends: {message!r}.")
         else:
             if isinstance(message, SendingPseudoGradient) and self._together:
                 self._sent_at[message.worker] = now
             self.scheduler.handle(message, now=now)
             ending = self._ending
             if isinstance(message, (StepReport, RoundStarted)) and ending and ending.round == message.round:
-                self._say(message.worker, ending)  # the first one may have come before it had started
+                self._say(message.worker, ending)  # sent again: the first may have come before the worker had started
 
     def tick(self, *, now: float) -> None:
         """Note that time has passed."""
@@ -203,12 +203,12 @@ class RoundsThread:
 
     Args:
         target: What ends a round.
-        options: Of the batch scheduler; it waits for all ``workers``.
+        options: The batch scheduler's options; it waits for all ``workers``.
         workers: Names of all workers.
         post: Sends a message to a worker; called on the thread.
         on_round: Called on the thread with each round that has ended.
         look: Called on the thread again and again, with whether all stand still: finds out whether all workers live.
-        on_error: Called on the thread with what it failed with.
+        on_error: Called on the thread with the error with which it ends.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class RoundsThread:
 
     @property
     def rounds_over(self) -> int:
-        """What to keep over a restart. For any thread."""
+        """Number of rounds that are over, to keep over a restart. For any thread."""
         with self._lock:
             return self._rounds.scheduler.rounds_over
 

@@ -349,7 +349,7 @@ class LeadingRuntime(Runtime):
             return error
         cause = self._exchange.abort_cause or self._board.explain(error)
         if is_communication_error(cause):
-            cause = RankFailedError(None, f"it could not be told which; here that broke: {error}")
+            cause = RankFailedError(None, f"which one is not known; this broke here: {error}")
             cause.__cause__ = error
         self._end_session(cause)
         return cause

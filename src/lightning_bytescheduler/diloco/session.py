@@ -1,33 +1,32 @@
-"""A worker's part in the rounds, as each of its ranks goes through it: steps, pseudo-gradients, standing still.
+"""A worker's part in the rounds, on each of its ranks: steps, pseudo-gradients, standing still.
 
-On every rank of a worker the same calls lead to the same places, at the same steps; see ``WorkerGroup`` for why. What
-is said to other workers is the business of the worker's first rank, which counts its steps, sends its pseudo-gradient
-when it is time to, and merges what the others make of it. The worker's other ranks follow: they hear in an ``Outcome``
-what the first one has done, and get its weights, bit for bit.
+Every rank of a worker makes the same calls at the same steps; see ``WorkerGroup`` for why. Only the worker's first rank
+talks to other workers: it counts the worker's steps, sends its pseudo-gradient when that is due, and merges the mean.
+The worker's other ranks follow: an ``Outcome`` tells them what the first one has done, and they get its weights, bit
+for bit.
 
 A session has two ways to the others. Messages go over a ``Link``: a mailbox of ranks that were launched together, or a
 coordinator's WebSocket. Pseudo-gradients go through an ``Exchange``: among those ranks, or up to a coordinator and down
-from it. Either way a round ends with a weighted mean that every worker has the same bits of, with which each takes the
-outer step itself.
+from it. Either way a round ends with a weighted mean, the same bits on every worker, and each takes the outer step
+itself.
 
-The training thread looks at the end of each batch whether there is something to do, which takes no message. If there
+At the end of each batch the training thread checks whether there is something to do, which takes no message. If there
 is, it sends what it has trained, waits for the end of the round, takes the outer steps that it is behind, and begins
-the next round. With ``overlap_steps`` it takes steps beside what it has sent; where a merge follows the mean
-(``"auto"``, see ``fragments.py``), the leader alone sees whether that is there, and the others hear what it has seen.
+the next round. With ``overlap_steps`` it trains on while its update travels. If a merge follows the mean (``"auto"``,
+see ``fragments.py``), the leader alone sees whether the mean has arrived, and tells the others.
 
-*Who stands still.* A round's end may say that it ``halts``: all workers stand still there until each has passed it, as
-where ranks that were launched together validate, end an epoch, or stop. Then all fragments are synchronised.
+*Standing still.* A round's end may say that it ``halts``: all workers stand still there until each has passed it. Ranks
+that were launched together validate, end an epoch, or stop like this. Then all fragments are synchronised.
 
 *A coordinator's run*, where workers come and go. No worker stands still for another one's epoch or validation, and a
-worker's own end ends it alone. While the coordinator is away there is nothing to do: the worker takes steps on the
-weights it has, and what was sent without an answer is sent again with what was trained since. Samples are counted as
-sent when the round that they were sent for is part of the weights here. A round without a quorum changes no weights.
-What was done in it is *carried*: it stays in the local weights and in the counts of samples, and the next update of the
-fragment has all of it.
+worker's own end ends it alone. While the coordinator is away the worker takes steps on the weights it has, and updates
+without an answer are sent again, with what was trained since. Samples count as sent when their round is part of the
+weights here. A round without a quorum changes no weights. The work done in it is *carried*: it stays in the local
+weights and in the counts of samples, and the next update of the fragment has all of it.
 
-All but ``receive``, ``welcomed``, ``lost`` and ``fail`` is called by the training thread. One lock is held for looking
-and noting; nothing is called with it held that takes another lock, but what posts to others, which takes none that is
-ever held while waiting for this one.
+``receive``, ``welcomed``, ``lost``, ``fail`` and ``standing`` are for any thread; the training thread calls all others.
+One lock guards the state. No call under it takes another lock, except for posts to others; no thread waits for this
+lock while it holds one of theirs.
 """
 
 from __future__ import annotations
@@ -86,38 +85,38 @@ START = "0" * 32
 _T = TypeVar("_T")
 _KEPT_ENDS = 16
 _LOOK_S = 1.0
-_RECEIPT_S = 30.0  # for what is sent before the worker does something else, or goes
-_BACK_S = 60.0  # that a worker which ends waits for a coordinator that is away
+_RECEIPT_S = 30.0  # wait for a receipt before the worker pauses or leaves
+_BACK_S = 60.0  # for which a worker that ends waits for a coordinator that is away
 
 
 class Link(Protocol):
-    """A worker's way to what decides about rounds."""
+    """A worker's way to the batch scheduler or the coordinator."""
 
     def post(self, *messages: FromWorker) -> None:
         """Send messages; at once, never blocks."""
 
 
 class Exchange(Protocol):
-    """A worker's way to the others' pseudo-gradients. Only what the futures are of takes time."""
+    """A worker's way to the others' pseudo-gradients. No call waits; results come as futures."""
 
     @property
     def keeps_residuals(self) -> bool:
-        """Whether something is left out of what is sent, to be sent later."""
+        """Whether updates leave something out, which is sent later."""
 
     @property
     def source(self) -> CoordinatorTransport | None:
-        """Where the global weights are; ``None`` among ranks launched together, which all have them."""
+        """The source of the global weights; ``None`` among ranks launched together, which all have them."""
 
     def start(self, contribution: Contribution, wanted: Callable[[], bool] = lambda: True) -> Upload:
         """Begin to send an update.
 
         Args:
             contribution: The update.
-            wanted: Whether to try on where the others have not begun its round.
+            wanted: Returns whether to go on trying while the others have not begun its round.
         """
 
     def settle(self, upload: Upload, *, total: int) -> None:
-        """The round of an update is over.
+        """Note that the round of an update is over.
 
         Args:
             upload: The update, whose receipt is not waited for any more.
@@ -125,7 +124,7 @@ class Exchange(Protocol):
         """
 
     def fetch_mean(self, round: int, chain: str) -> Future[Mean | None]:
-        """The mean of a round that has ended, if it follows weights of that chain."""
+        """Return the mean of an ended round, or ``None`` if it does not follow weights of that chain."""
 
 
 @dataclass(slots=True)
@@ -133,12 +132,12 @@ class SessionStatistics:
     """Where a worker's time went.
 
     Attributes:
-        rounds: That have become part of the weights here.
+        rounds: Rounds that have become part of the weights here.
         steps: Taken.
         samples: Processed.
-        merged_samples: Of all workers, in these rounds.
-        exchange_s: That the training thread waited for pseudo-gradients, its own and the others'.
-        start_s: That it waited for a round to start.
+        merged_samples: Samples of all workers in these rounds.
+        exchange_s: Seconds for which the training thread waited for pseudo-gradients, its own and the others'.
+        start_s: Seconds for which it waited for a round to start.
     """
 
     rounds: int = 0
@@ -150,11 +149,11 @@ class SessionStatistics:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What the first rank tells the worker's others once it has done something for all of them.
+    """The message of the first rank to the worker's other ranks, once it has acted for all of them.
 
     Attributes:
-        changed: Fragments whose weights it has others of now.
-        version: Rounds that are part of the global weights.
+        changed: Fragments whose weights have changed.
+        version: Number of rounds that are part of the global weights.
         over: Whether training is over.
         halted: Whether all workers stand still.
         ended: The last round's end.
@@ -176,12 +175,12 @@ class Sent:
     """A pseudo-gradient that is on its way.
 
     Attributes:
-        said: Of the round in which it was made.
+        said: The message that announced it, with the counts of its round.
         update: What is sent.
         upload: Carries it.
-        longest: Steps beside it after which the worker waits.
+        longest: Steps after sending it, after which the worker waits.
         trained: Samples of slices that were trained on in that round.
-        steps_since: Steps taken beside it.
+        steps_since: Steps taken since it was sent.
     """
 
     said: SendingPseudoGradient
@@ -193,25 +192,25 @@ class Sent:
 
     @property
     def round(self) -> int:
-        """In which it was made."""
+        """The round in which it was made."""
         return self.said.round
 
 
 @dataclass(slots=True)
 class Place:
-    """Where a worker stands with the others; all of it changes under the session's lock.
+    """A worker's position among the others; all of it changes under the session's lock.
 
     Attributes:
-        counter: Of its steps.
+        counter: Counts its steps.
         connected: Whether there is a connection.
-        joined: Whether this worker has said over it that it takes part.
+        joined: Whether this worker has joined the rounds over this connection.
         welcome: The last one.
-        provides: Whether the coordinator asks for this worker's weights as the first ones: until it has some.
-        realign: Whether the state is needed before this worker can go on.
+        provides: Whether the coordinator asks for this worker's weights as the first ones.
+        realign: Whether this worker has to fetch the global state before it can go on.
         begun: Whether it has the run's weights.
         away: Whether it pauses, or has left.
-        version: Of the weights here; the worker's other ranks hear of it when all that is to be done is done.
-        chain: Of the same.
+        version: Version of the weights here; the worker's other ranks get it with the ``Outcome``.
+        chain: Chain of these weights.
         ended: The last round that is known to have ended.
         means: Of rounds that have ended, by round; on their way, or here.
         ends: The last ones, by round.
@@ -239,7 +238,7 @@ class Place:
 
 
 class Unmerged:
-    """What a worker has trained that is not in the global weights: on its way, carried, or done since.
+    """What a worker has trained that is not in the global weights: on its way, carried, or newer.
 
     Attributes:
         sent: The pseudo-gradient that is on its way.
@@ -251,7 +250,7 @@ class Unmerged:
         self.sent: Sent | None = None
         self.beside = beside
         self.data: TrackedTraining | None = None
-        self._steps = self._samples = 0  # carried from rounds without a quorum, as the next
+        self._steps = self._samples = 0  # carried from rounds without a quorum, like the next line
         self._carried: tuple[TrainedRun, ...] = ()
         self._runs: tuple[TrainedRun, ...] = ()  # trained on since the last update
 
@@ -264,50 +263,50 @@ class Unmerged:
 
     @property
     def has_samples(self) -> bool:
-        """Whether there are samples of slices that are not sent."""
+        """Whether samples of slices were trained on and not sent yet."""
         return bool(self._carried or self._runs)
 
     @property
     def carried_samples(self) -> int:
-        """Samples of rounds that have changed nothing."""
+        """Samples of rounds without a quorum."""
         return self._samples
 
     def with_carried(self, said: SendingPseudoGradient) -> dict[str, Any]:
-        """What an update counts in its round, for a :class:`Contribution`."""
+        """Return the counts of an update in its round, for a :class:`Contribution`."""
         runs = self._carried + self._runs
         if runs:
-            from lightning_bytescheduler.slices.tracker import touching  # where there are slices: it takes time
+            from lightning_bytescheduler.slices.tracker import touching  # only if needed, as the import takes time
 
             runs = touching(runs)
         return {"steps": said.steps + self._steps, "round_samples": said.samples + self._samples, "trained": runs}
 
     def take_back(self, runs: tuple[TrainedRun, ...]) -> None:
-        """Samples of what was called off: they go with the next update."""
+        """Take back the samples of a called-off update; they go with the next one."""
         self._runs = runs + self._runs
 
     def take_runs(self) -> tuple[TrainedRun, ...]:
-        """The samples since the last update, which that takes along."""
+        """Take the samples since the last update, for the next one."""
         runs, self._runs = self._runs, ()
         return runs
 
     def carry(self, done: SendingPseudoGradient | RoundCounter, runs: tuple[TrainedRun, ...]) -> None:
-        """A round is over that has changed nothing, and what was done in it is sent later."""
+        """Keep the counts of a round that has changed nothing; they are sent later."""
         self._steps += done.steps
         self._samples += done.samples
         self._carried += runs
 
     def call_off(self) -> Sent | None:
-        """Nothing is on its way any more; returns what was, whose samples are to be sent again."""
+        """Call off the update on its way, if any, and return it; its samples are to be sent again."""
         sent, self.sent = self.sent, None
         if sent is not None:
             sent.upload.receipt.cancel()
         return sent
 
     def counts(self, sent: Sent) -> None:
-        """What was sent is in the weights, with what was carried."""
+        """Note that a sent update is in the weights, with what was carried."""
         self._clear_carried()
         receipt = sent.upload.answer
-        # "again" may be said of the same update as it was before, of fewer samples.
+        # "again" may be the answer for an earlier form of the update, with fewer samples.
         if self.data is not None and receipt is not None and receipt.weight and receipt.verdict == "added":
             self.data.merged(sent.update.trained)
         else:
@@ -324,29 +323,29 @@ class Unmerged:
         self._carried = ()
 
     def _tell_rest(self) -> None:
-        """Only the coordinator knows what is in the weights; all but this was."""
+        """Tell the data which samples are not merged here; the coordinator alone knows which others are."""
         if self.data is not None:
             on_its_way = () if self.sent is None else self.sent.update.trained
             self.data.reset((*on_its_way, *self._carried, *self._runs))
 
 
 class AwayError(Exception):
-    """There is no coordinator now, or none that knows what is asked for: the worker goes on alone."""
+    """No coordinator can be reached, or it lacks what was asked for: the worker goes on alone."""
 
 
 class Session:
     """One rank of a worker in one training.
 
-    What has a name that begins with an underscore is the first rank's business, often the only one's.
+    Most members with a leading underscore are for the first rank, which may be the only one.
 
     Args:
         worker: The worker's name.
         group: The worker's ranks.
         trained: What is trained.
-        overlap: When what was sent is merged.
-        flush: Called on the training thread, of each rank, before weights are read or replaced: brings them up to date.
-        state: The global weights, on the first rank; as the next two.
-        link: To what decides about rounds.
+        overlap: Decides when an update is merged.
+        flush: Applies pending updates; called on each rank's training thread before weights are read or replaced.
+        state: The global weights; given on the first rank only, as are the next two.
+        link: The way to the batch scheduler or the coordinator.
         exchange: Carries pseudo-gradients.
         timeout: Longest wait for the other workers, in seconds.
 
@@ -355,15 +354,13 @@ class Session:
         overlap: As given.
         state: As given, on the first rank.
         statistics: Of this rank.
-        round_end: The last one.
+        round_end: The last round's end.
         version: Rounds that are part of the global weights, as all ranks of the worker know it.
         over: Whether training is over, as all ranks of the worker know it.
         halted: Whether all workers stand still at the end of a round, as all ranks of the worker know it.
-        leads: Whether this rank's worker validates, logs and saves for all in a coordinator's run, as far as this rank
-            says it.
-        unmerged: What was trained here and is in no global weights yet. Which samples of slices an update was made of
-            goes with it: those of an update that does not become part of the weights are trained on again, here or
-            elsewhere.
+        leads: Whether this worker validates, logs and saves for all in a coordinator's run, as far as this rank knows.
+        unmerged: What was trained here and is in no global weights yet. An update names its samples of slices: if it
+            does not become part of the weights, these are trained on again, here or elsewhere.
         at_begin: Called where a round has begun right after a merge, with nothing of it done yet.
     """
 
@@ -409,7 +406,7 @@ class Session:
 
     @property
     def last_round(self) -> int | None:
-        """Of the run, once it is over; also while this worker does something else."""
+        """The run's last round, once that is known; also during a pause."""
         return self._place.last_round
 
     @property
@@ -417,7 +414,7 @@ class Session:
         return range(len(self._trained.fragments))
 
     def progress(self) -> dict[str, float]:
-        """How the rounds go, by name; what is not known on this rank is left out."""
+        """Return figures of the rounds by name, without those that this rank does not know."""
         found: dict[str, float] = {}
         if self._group.leads:
             known = {"round": self.round, "steps_left": self._place.counter.steps_left}
@@ -429,18 +426,18 @@ class Session:
     # ------------------------------------------------------------------ other threads
 
     def stand_at(self, version: int) -> None:
-        """The others are there, and all have the same weights, which so many rounds are part of; before they begin."""
+        """Set how many rounds are part of the weights, which all ranks have; before the rounds begin."""
         place = self._place
         place.connected = place.begun = True
         place.version = place.ended = version
 
     def standing(self) -> tuple[int, str]:
-        """Version and chain of the weights here. For any thread."""
+        """Return version and chain of the weights here. For any thread."""
         with self._lock:
             return self._place.version, self._place.chain
 
     def welcomed(self, welcome: Welcome) -> None:
-        """There is a connection, and maybe another coordinator."""
+        """Note a new connection, maybe to another coordinator."""
         place = self._place
         with self._lock:
             place.connected, place.joined, place.welcome, place.provides = True, False, welcome, welcome.provide
@@ -456,13 +453,13 @@ class Session:
             self._lock.notify_all()
 
     def lost(self) -> None:
-        """There is no connection any more."""
+        """Note that the connection is lost."""
         with self._lock:
             self._place.connected = self._place.joined = False
             self._lock.notify_all()
 
     def receive(self, message: Message) -> None:
-        """Take in what the batch scheduler, or the coordinator, says. For any thread."""
+        """Handle a message of the batch scheduler or the coordinator. For any thread."""
         with self._lock:
             self._hear(message)
             self._lock.notify_all()
@@ -474,7 +471,7 @@ class Session:
         elif isinstance(message, RoundEnded):
             place.ends = dict([*place.ends.items(), (message.round, message)][-_KEPT_ENDS:])
             place.ended = max(place.ended, message.round)
-            # Among peers it comes by itself, and can be asked for once this worker has sent its own.
+            # Among peers the mean comes by itself; it can be fetched only after this worker has sent its update.
             if self._exchange.source is not None and message.round == self.round and not place.realign:
                 self._mean(message.round)
         else:
@@ -483,13 +480,13 @@ class Session:
             place.last_round = message.round
 
     def fail(self, error: BaseException) -> None:
-        """Nothing is to be expected of the others any more: raise ``error`` from whatever is waited for."""
+        """End all waits with ``error``, as the others will not answer."""
         with self._lock:
             self._group.abort(error)
             self._lock.notify_all()
 
     def check(self) -> None:
-        """Raise what another thread or rank has failed with, if any."""
+        """Raise the error of another thread or rank, if there is one."""
         if self._group.cause is not None:
             raise self._group.cause
 
@@ -504,11 +501,11 @@ class Session:
         self._together(self._begin)
 
     def count(self, *, samples: int, seconds: float, loss: float | None = None) -> None:
-        """Take note of a step, and report it without waiting.
+        """Count a step, and report it without waiting.
 
         Args:
             samples: Of the step, on all ranks of the worker together.
-            seconds: That it took, from the end of the step before.
+            seconds: Its time, from the end of the step before.
             loss: Of the step.
         """
         self.check()
@@ -518,7 +515,7 @@ class Session:
         self.statistics.samples += samples
 
     def is_due(self) -> bool:
-        """Whether there is something to do before another step is taken: as the leader knows it now."""
+        """Whether there is something to do before the next step, as the leader knows it now."""
         return self._group.any(self._group.leads and self._is_due())
 
     def synchronise(self) -> None:
@@ -528,11 +525,11 @@ class Session:
     def end_round(
         self, *, for_all: bool = True, epoch: bool = False, validate: bool = False, stop: bool = False
     ) -> None:
-        """End the round and merge it; a no-op where all stand still at its end already.
+        """End the round and merge it; does nothing if all stand still at its end already.
 
         Args:
             for_all: Whether to ask the others to end it now.
-            epoch: Whether an epoch is to end with it, for which all stand still; as for the next two.
+            epoch: Whether an epoch is to end with it; for this and the next two all stand still.
             validate: Whether the weights are to be validated after it.
             stop: Whether training is to end with it.
         """
@@ -545,52 +542,52 @@ class Session:
             self._send()
             self._conclude()
 
-        if self.overlap:  # by itself: a checkpoint may be of the begin of the round that follows
+        if self.overlap:  # separately, as a checkpoint may be of the next round's beginning
             self.merge_sent()
         self._together(end)
 
     def is_to_merge(self) -> bool:
-        """Whether what was sent is to be merged before another step is taken: as the leader knows it now."""
+        """Whether the sent update is to be merged before the next step, as the leader knows it now."""
         return self._group.any(self._group.leads and self.unmerged.sent is not None and self._is_due())
 
     def merge_sent(self) -> None:
-        """Merge what is under way, if anything is."""
+        """Merge the update on its way, if there is one."""
         self._together(lambda: self._conclude() if self.unmerged.sent is not None else None)
 
     def ask(self, *, now: bool = False, epoch: bool = False, validate: bool = False, stop: bool = False) -> None:
-        """Say what is to happen at the end of this round, and whether that is to be soon; the leader does."""
+        """On the leader, ask for what is to happen at the end of this round; ``now`` asks to end it soon."""
         if self._group.leads:
             wish = {"epoch": epoch, "validate": validate, "stop": stop}
             self._post(EndRound(worker=self.worker, round=self.round, now=now, steps=self._place.counter.steps, **wish))
 
     def pass_on(self, *, stop: bool = False) -> bool:
-        """Go on after all stood still, or stop if any worker does; returns whether training goes on."""
+        """Go on after all stood still, or stop if any worker stops; returns whether training goes on."""
         if self.halted and not self.over:
             self._together(lambda: self._pass_on(stop=stop))
         return not self.over
 
     def finish(self) -> None:
-        """End the training for all workers, of which none leaves before."""
+        """End the training for all workers; none leaves earlier."""
         self.end_last_round()
         self.pass_on(stop=True)
 
     def end_last_round(self) -> bool:
-        """Have the training end with this round, unless all stand still already; returns whether they do now."""
+        """Make the training end with this round, unless all stand still already; returns whether they do now."""
         if self.over or self.halted:
             return False
         self.end_round(stop=True)
         return self.halted
 
     def pause(self, *, shows: bool = True) -> None:
-        """Send what was trained, and do something else until :meth:`resume`; the others go on.
+        """Send what was trained, and leave the rounds until :meth:`resume`; the others go on.
 
         Args:
-            shows: Whether to have the global weights until then.
+            shows: Whether the module has the global weights until then.
         """
         self._together(lambda: self._pause(shows))
 
     def is_to_resume(self) -> bool:
-        """Whether a pause has to be interrupted: what was sent before it is decided on, or lost with a coordinator."""
+        """Whether a pause has to be interrupted: the update before it was decided on, or lost with a coordinator."""
         return self._group.any(self._group.leads and self._is_to_resume())
 
     def _is_to_resume(self) -> bool:
@@ -599,32 +596,32 @@ class Session:
             return place.connected and (not place.joined or (sent is not None and self._is_there(sent)))
 
     def resume(self) -> None:
-        """Go on with the rounds: where the others are by now."""
+        """Go on with the rounds, at the others' round."""
         self._together(self._resume)
 
     def leave(self, *, quickly: bool, for_all: bool = False, hurries: Callable[[], bool] = lambda: False) -> None:
-        """Take part no more, and have the global weights. What was trained counts.
+        """Leave the rounds with the global weights. What was trained counts.
 
         Args:
-            quickly: Whether not to wait for the end of the round.
+            quickly: Whether to leave without waiting for the end of the round.
             for_all: Whether this worker leads, and the training of all is to end with this round.
-            hurries: Whether not to wait any longer for a coordinator that is away; looked at while it is.
+            hurries: Returns whether to stop waiting for a coordinator that is away; called while it is.
         """
         self._together(lambda: self._leave(quickly, for_all, hurries))
 
     def done_in_round(self) -> dict[str, int]:
-        """What was done in this round, by name; where it has just begun, beside the last one's mean. On the leader."""
+        """Return this round's counts by name; right after a merge, those of the steps since the send. On the leader."""
         with self._lock:
             counter = self._place.counter
             return {"steps": counter.steps, "samples": counter.samples}
 
     def go_on(self, done: Mapping[str, int]) -> None:
-        """Count on in the first round of a restart from what :meth:`done_in_round` gave; before its first step."""
+        """After a restart, continue the first round's counts from :meth:`done_in_round`; before its first step."""
         with self._lock:
             self._place.counter.go_on(steps=done["steps"], samples=done["samples"])
 
     def _together(self, work: Callable[[], None]) -> None:
-        """The first rank does it; the others hear what has become of it, and get the weights that it has changed."""
+        """Do ``work`` on the first rank, and give its outcome and the changed weights to the others."""
         before, known = self.version, self.statistics
         if self._group.cause is None:
             self._flush()
@@ -675,18 +672,18 @@ class Session:
             return self._late or (self._place.joined and self._place.counter.due)
 
     def _is_concluded(self, sent: Sent) -> bool:
-        """Whether nothing is left to wait for before the next round, or to find out where the others are."""
+        """Whether the worker can merge and begin the next round without a wait, or has to catch up."""
         if not self._is_there(sent):
             return False
         is_last = self.last_round is not None and sent.round >= self.last_round
         ended = self._place.ends.get(sent.round)
-        # Where all stand still, no round is begun before all have passed that.
+        # Where all stand still, no round begins before all have passed.
         halts = ended is not None and ended.halts
         told = max(self._place.counter.next_round or 0, self._place.ended) > sent.round
         return self._place.realign or is_last or halts or told
 
     def _is_there(self, sent: Sent) -> bool:
-        """Whether the mean is there, and it is known what became of the update; or there is nothing to wait for."""
+        """Whether the mean and the update's receipt have arrived, or there is nothing to wait for."""
         if self._place.realign or sent.upload.failed:
             return True
         if not sent.upload.receipt.done() or self._place.ended < sent.round:
@@ -695,7 +692,7 @@ class Session:
 
     @property
     def _late(self) -> bool:
-        """Whether the round that this worker is in is over, or another one."""
+        """Whether this worker's round, or a later one, is over."""
         return self._place.realign or self._place.ended > self._place.version
 
     @property
@@ -714,11 +711,11 @@ class Session:
         each_second: Callable[[], None] = lambda: None,
         alone: bool = False,
     ) -> None:
-        """Wait for what other threads bring.
+        """Wait for something that other threads bring.
 
         Args:
-            ready: Whether it is there; called with the lock held.
-            what: The same in words.
+            ready: Returns whether it is there; called with the lock held.
+            what: A description of it, for messages and the timeline.
             timeout: Longest wait, in seconds; by default that for the other workers.
             each_second: Called about once a second, with the lock held.
             alone: Whether to wait without a connection, too.
@@ -736,14 +733,14 @@ class Session:
                 if now - asked >= _LOOK_S:
                     asked = now
                     each_second()
-                    self._lock.release()  # which others need that this call may wait for
+                    self._lock.release()  # other threads need it, and the call may wait for them
                     try:
                         cause = self._group.no_hope()
                     finally:
                         self._lock.acquire()
                     if cause is not None:
                         raise cause
-                    continue  # it may have come since
+                    continue  # it may have come in the time without the lock
                 if not (alone or self._place.connected):
                     raise AwayError
                 if now - since >= longest:
@@ -755,7 +752,7 @@ class Session:
 
     @contextmanager
     def _timed(self, kind: str) -> Iterator[None]:
-        """Count the time of this context among the statistics."""
+        """Add the time of this context to the statistics."""
         began = time.monotonic()
         yield
         setattr(self.statistics, kind, getattr(self.statistics, kind) + time.monotonic() - began)
@@ -765,11 +762,11 @@ class Session:
         try:
             self._while_connected(future.done, what)
         finally:
-            future.cancel()  # what is done stays so
+            future.cancel()  # no effect if it is done
         return future.result()
 
     def _mean(self, round: int) -> Future[Mean | None]:
-        """The mean of the round after this worker's version, once that has ended. With the lock held."""
+        """Fetch the mean of the round after this worker's version, once that has ended. With the lock held."""
         means = self._place.means
         if round not in means:
             means[round] = self._exchange.fetch_mean(round, self._place.chain)
@@ -777,7 +774,7 @@ class Session:
         return means[round]
 
     def _next_mean(self) -> Mean | None:
-        """The same, waited for; ``None`` to take the state instead."""
+        """Wait for that mean; ``None`` to take the global state instead."""
         round, place = self.round, self._place
         with self._lock:
             future = self._mean(round)
@@ -792,7 +789,7 @@ class Session:
         return mean
 
     def _mean_of(self, sent: Sent) -> Mean | None:
-        """The mean of the round that an update was sent for; ``None`` if other rounds, or the state, come first."""
+        """Wait for the mean of an update's round; ``None`` if other rounds, or the global state, come first."""
         place, upload = self._place, sent.upload
         self._while_connected(
             lambda: place.ended >= sent.round or place.realign or upload.failed, f"the end of round {sent.round}"
@@ -804,7 +801,7 @@ class Session:
         return self._next_mean()
 
     def _await_receipt(self, sent: Sent) -> None:
-        """Wait for what becomes of an update, as long as there is a connection."""
+        """Wait for the receipt of an update, as long as there is a connection."""
         with suppress(AwayError, SchedulerTimeoutError):
             self._while_connected(sent.upload.receipt.done, "the receipt of an update", timeout=_RECEIPT_S)
 
@@ -827,7 +824,7 @@ class Session:
             self._conclude()
 
     def _conclude(self) -> None:
-        """Merge the round that is due and all others that have ended, and begin the next one, or go on alone."""
+        """Merge the due round and all others that have ended, and begin the next one, or go on alone."""
         try:
             sent = self.unmerged.sent
             if sent is not None:
@@ -872,9 +869,9 @@ class Session:
         )
 
     def _merge(self, round: int, mean: Mean) -> None:
-        """Take the outer step of a round, and let the trained weights follow.
+        """Take the outer step of a round, and set the trained weights from it.
 
-        A round without a quorum changes nothing: what was trained is carried into the next one.
+        A round without a quorum changes nothing: its work is carried into the next one.
         """
         fragment = self._trained.fragment_of(round)
         with self._lock:
@@ -891,9 +888,9 @@ class Session:
             refused = receipt is not None and not receipt.weight
             self._exchange.settle(sent.upload, total=mean.total)
             if refused:
-                self._give_up()  # its samples are in the weights, or another worker's
+                self._give_up()  # its samples are in the weights already, or belong to another worker
             elif mean.total:
-                # Steps beside which it travelled are still to be sent.
+                # Steps taken while it travelled are still to be sent.
                 self.state.taken(sent.update)
                 unmerged.counts(sent)
             else:
@@ -921,7 +918,7 @@ class Session:
             self._synchronise_others(round)
 
     def _synchronise_others(self, round: int) -> None:
-        """All stand still, with the same weights: synchronise the fragments that the round is not of."""
+        """Synchronise the fragments other than the round's, as all stand still with the same weights."""
         updates = [self._update(one, 0) for one in self._fragments if one != self._trained.fragment_of(round)]
         for update, upload in [(update, self._start(update)) for update in updates]:
             self.state.taken(update)
@@ -931,7 +928,7 @@ class Session:
             self.state.merge(update.fragment, mean.values, total=mean.total, exactly=True)
 
     def _give_up(self) -> None:
-        """What was trained since fragments were last sent is lost: the weights are the global ones again."""
+        """Drop what was trained since fragments were last sent, and take the global weights."""
         self._take_global_weights()
         for fragment in self._fragments:
             self.state.overwritten(fragment)
@@ -941,7 +938,7 @@ class Session:
         self.unmerged.lose()
 
     def _follow_others(self) -> None:
-        """Catch up, mean by mean or with the state, and be where the others are.
+        """Catch up with the others, mean by mean or with the global state.
 
         Raises:
             AwayError: If the coordinator is away.
@@ -962,18 +959,18 @@ class Session:
                 self._join()
 
     def _ask(self) -> None:
-        """Say that this worker waits for a round: it may have been taken for lost. With the lock held."""
+        """Join again while waiting for a round, as this worker may count as lost. With the lock held."""
         if not self._place.away and self._exchange.source is not None:
             self._post(JoinRounds(worker=self.worker))
 
     def _told_what_is_next(self) -> bool:
         counter = self._place.counter
         if self._exchange.source is None and (counter.next_round is not None or counter.finished):
-            return True  # where it is not the one after these weights, _start_round says so
+            return True  # if it does not follow these weights, _start_round raises
         return (counter.next_round or 0) >= self.round or self._late or self._over_here
 
     def _start_round(self) -> None:
-        """Wait for the next round and begin it, unless this worker does something else or the run is over.
+        """Wait for the next round and begin it, unless this worker pauses or the run is over.
 
         Raises:
             AwayError: If the coordinator is away.
@@ -1000,10 +997,10 @@ class Session:
     # ------------------------------------------------------------------ where the others are
 
     def _align(self) -> None:
-        """Give the first weights, or take those that there are.
+        """Provide the first weights if asked to, and fetch the global state.
 
         Raises:
-            AwayError: If the connection is lost, or there are still none.
+            AwayError: If the connection is lost, or there are no global weights yet.
         """
         source, state, place = self._exchange.source, self.state, self._place
         if source is None:
@@ -1015,7 +1012,7 @@ class Session:
                 place.provides = not there
             if not there:
                 raise AwayError
-        # What was provided is fetched, too: all begin with what the coordinator has made of it.
+        # Provided weights are fetched, too: all workers begin with the coordinator's copy.
         with self._timed("exchange_s"):
             payload, version, chain = self._answer(source.fetch_state(), "the global weights")
         state.load_state_dict(unpack_state(payload, state.full_state()))
@@ -1035,7 +1032,7 @@ class Session:
             self.state.merge(fragment, torch.empty(0, dtype=torch.float32), total=0, exactly=True)
 
     def _join(self) -> None:
-        """Say over this connection that this worker takes part, and how far it is. With the lock held."""
+        """Join the rounds over this connection, and say how far this worker is. With the lock held."""
         if self._place.away:
             return
         self._place.joined = True
@@ -1048,7 +1045,7 @@ class Session:
             self._post(self._place.reported)
 
     def _go_on_alone(self) -> None:
-        """The coordinator is away: take steps in the round that was sent, and send all of it again, or in the next."""
+        """Go on in the round that was sent, without the coordinator. All of it is sent again, in this or the next."""
         sent = self.unmerged.call_off()
         if sent is not None:
             self.unmerged.take_back(sent.trained)
@@ -1061,14 +1058,14 @@ class Session:
     # ------------------------------------------------------------------ doing something else, and going
 
     def _pass_on(self, *, stop: bool) -> None:
-        """Say that this worker is through with what all stood still for, and begin the next round."""
+        """Say that this worker has finished what all stood still for, and begin the next round."""
         self._post(PassedRoundEnd(worker=self.worker, round=self._place.version, stop=stop))
         self.halted = False
         self._start_round()
 
     def _pause(self, shows: bool) -> None:
-        # Not the few steps beside the last mean, which mixing keeps for the next round; nor what was carried alone,
-        # unless others wait for its samples to be in the weights.
+        # A few steps since the last send stay here, as mixing keeps them for the next round. Carried work alone is
+        # sent only if others wait for its samples to be in the weights.
         has_steps = self._place.counter.steps > (self.unmerged.beside if self._trained.mixing else 0)
         if self.unmerged.sent is not None or has_steps or (not shows and self.unmerged.has_samples):
             self._hand_in()
@@ -1085,7 +1082,7 @@ class Session:
         with self._lock:
             place.away = False
             self._post(ResumeRounds(worker=self.worker))
-            if place.connected and not place.joined and not self._late:  # it has been away since
+            if place.connected and not place.joined and not self._late:  # a new connection since the pause began
                 self._join()
             stays = self.unmerged.sent is None and not self._late and self._place.counter.round == self.round
         if not stays:
@@ -1123,7 +1120,7 @@ class Session:
 
     @property
     def _unsent(self) -> int:
-        """Samples that the coordinator has not taken, or not counted, and still could."""
+        """Samples that the coordinator has not taken or counted, and still could."""
         if self._exchange.source is None or self._group.cause is not None or self._over_here:
             return 0
         sent, unsent = self.unmerged.sent, self._place.counter.samples
@@ -1150,20 +1147,20 @@ class Session:
                 self._join()
 
     def _end_all(self, quickly: bool) -> None:
-        """Have the training of all end, as long as this worker leads."""
+        """End the training of all workers, as long as this worker leads."""
         place, told = self._place, None
         while self.leads and place.connected and not self._over_here:
-            if told is not place.welcome:  # a coordinator that was started again knows of no wish
+            if told is not place.welcome:  # a restarted coordinator does not know the request
                 told, steps = place.welcome, self._place.counter.steps
                 self._link.post(EndRound(worker=self.worker, round=self.round, now=True, steps=steps, stop=True))
             if quickly:
                 break
-            self._synchronise()  # each of them is bounded: to the run's last weights
+            self._synchronise()  # bounded; goes on until the run's last weights are here
 
     def _send_last(self, quickly: bool) -> None:
-        """Send what is left, and merge it if there is time; begin no round after it."""
+        """Send what is left, and merge it unless in a hurry; begin no round after it."""
         if not quickly and self.unmerged.sent is not None:
-            self._conclude()  # what travels beside the last steps
+            self._conclude()  # merges the update sent before the last steps
         self._hand_in()
         with self._lock:
             self._place.away = True

@@ -2,10 +2,10 @@
 
 A checkpoint has global weights, the outer state, and what each worker alone has.
 
-Where several ranks form one worker, Lightning is kept from telling other ranks about a SIGTERM with collectives: it has
-a rank that gets one join a broadcast of the default group from inside the signal handler, wherever its training thread
-is, and all ranks join one before each batch. Within a worker that would meet the collectives of a step in another order
-on each rank. Here the rank that got the signal ends by itself after its batch, and the fault board tells all others, of
+Where several ranks form one worker, Lightning must not use its collectives for a SIGTERM. In Lightning, a rank that
+gets the signal broadcasts on the default group from inside the signal handler, wherever its training thread is. All
+ranks also join a broadcast before each batch. Among a step's collectives, these would come in another order on each
+rank. Here the rank that got the signal ends by itself after its batch, and the fault board tells all others, those of
 other workers too.
 """
 
@@ -85,7 +85,7 @@ _T = TypeVar("_T")
 
 @contextmanager
 def shared_metrics(module: nn.Module, joint: JointCollectives) -> Iterator[None]:
-    """Have the metrics in ``module`` gather from all ranks within this, unless they were told how to gather."""
+    """Have the metrics in ``module`` gather from all ranks in this context, unless they were told how to gather."""
     metrics = [m for m in module.modules() if isinstance(m, Metric) and m.dist_sync_fn is m.process_group is None]
     for metric in metrics:
         metric.dist_sync_fn = joint.gather_uneven
@@ -97,10 +97,10 @@ def shared_metrics(module: nn.Module, joint: JointCollectives) -> Iterator[None]
 
 
 def open_rounds_file(trainer: pl.Trainer, *, append: bool) -> RoundFile:
-    """Where this rank records the rounds: in the run's folder. Trial runs record none.
+    """Return the file in the run's folder where this rank records the rounds. Trial runs record none.
 
     Args:
-        trainer: Whose fit it is; asked on all ranks, as the answer travels among the ranks of a worker.
+        trainer: The Trainer of the fit. All ranks ask for its folder, which is broadcast within a worker.
         append: Whether to go on with a file that is there.
     """
     path = None
@@ -113,7 +113,7 @@ def open_rounds_file(trainer: pl.Trainer, *, append: bool) -> RoundFile:
 
 @contextmanager
 def with_callbacks(trainer: pl.Trainer, added: list[pl.Callback]) -> Iterator[None]:
-    """Have the trainer call these before all others within this."""
+    """Have the trainer call these callbacks before all others in this context."""
     callbacks_of(trainer)[:0] = added
     try:
         yield
@@ -197,7 +197,7 @@ class DiLoCoStrategy(RankStrategy):
         cluster_environment: See DDPStrategy.
         checkpoint_io: See DDPStrategy.
         precision_plugin: See DDPStrategy.
-        process_group_backend: Of each worker's default group; between workers it is always gloo.
+        process_group_backend: Backend of each worker's default group; between workers it is always gloo.
         timeout: Longest wait for other workers.
         start_method: See DDPStrategy.
         samples_per_round: A round is over when all workers together have processed this many samples.
@@ -208,7 +208,7 @@ class DiLoCoStrategy(RankStrategy):
         outer_lr: Learning rate of the outer Nesterov SGD; 0.7 if left out.
         outer_momentum: Its momentum; 0.9 if left out.
         fragments: Number of parts that the model is cut into; each round synchronises one, in turn.
-        overlap_steps: Steps that a worker goes on for while its pseudo-gradient travels; 0 waits. ``"auto"``: until the
+        overlap_steps: Steps that a worker takes while its pseudo-gradient travels; 0: it waits. ``"auto"``: until the
             mean is there, for half of its last round at most.
         wire_dtype: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` on the network; or ``"sparse"``, the largest
             changes alone: 2% of them, or ``"sparse:0.01"``. What int8, int4 and sparse lose in a round is sent in a
@@ -319,7 +319,7 @@ class DiLoCoStrategy(RankStrategy):
 
     @property
     def ranks(self) -> int:
-        """How many there are in all."""
+        """How many ranks there are in all."""
         return self.num_nodes * self.num_processes
 
     @property
@@ -341,8 +341,8 @@ class DiLoCoStrategy(RankStrategy):
     def plan(self) -> RoundsPlan | None:
         """How the current fit, or the last one, trains in rounds; ``None`` before the first, and with a coordinator.
 
-        Its ``summary()`` is the line of the log. Its ``left_out`` has, by epoch that has ended, the batches of its
-        share that each worker has not trained on.
+        Its ``summary()`` is the line of the log. Its ``left_out`` has, for each epoch that has ended, how many batches
+        of its share each worker has not trained on.
         """
         return self._plan
 
@@ -350,7 +350,7 @@ class DiLoCoStrategy(RankStrategy):
 
     def setup_environment(self) -> None:
         """Join the other ranks, and know of their failures from here on; see DDPStrategy."""
-        self._release()  # a failed fit whose teardown was skipped
+        self._release()  # what is left of a failed fit whose teardown was skipped
         self._failed, self._last_whole = False, None
         super().setup_environment()
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
@@ -421,7 +421,7 @@ class DiLoCoStrategy(RankStrategy):
         self._open.callback(self.end_fit)
 
     def _meet_all(self, store: dist.Store) -> None:
-        """Make sure with the other ranks that they are in the same training; before there are groups."""
+        """Check, before there are groups, that all ranks are in the same training."""
         met = hold_roll_call(
             store,
             introduce(self.global_rank, "diloco", common_options(self._options)),
@@ -481,7 +481,7 @@ class DiLoCoStrategy(RankStrategy):
             self._failed = False
 
     def _release(self) -> None:
-        """End what this fit has begun, the last first."""
+        """End what this fit has begun, in reverse order."""
         try:
             self._open.close()
         finally:
@@ -522,7 +522,7 @@ class DiLoCoStrategy(RankStrategy):
 
     @property
     def _together(self) -> JointCollectives | None:
-        """For collectives of all ranks, where all do the same; else ``None``."""
+        """The collectives of all ranks while all of them do the same; else ``None``."""
         module = self.lightning_module
         if module is None or self._failed or not self._validates_together:
             return None
@@ -571,9 +571,9 @@ class DiLoCoStrategy(RankStrategy):
             return {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """See DDPStrategy. However long it takes, another rank's failure does not end this process before.
+        """See DDPStrategy. Another rank's failure does not end this process while it saves, however long that takes.
 
-        A fit that fails writes none: amid a round, weights are those of its begin, and the optimizer is steps ahead.
+        A fit that fails writes none: in mid-round, weights are those of its start, and the optimizer is steps ahead.
         """
         if self._failed:
             self._say_not_written()
@@ -587,10 +587,10 @@ class DiLoCoStrategy(RankStrategy):
 
     def _say_not_written(self, *_: object) -> None:
         last = f" The last whole one is {self._last_whole}." if self._last_whole else ""
-        rank_zero_warn(f"diloco: a fit that fails writes no checkpoint, as it would be of no one moment.{last}")
+        rank_zero_warn(f"diloco: a fit that fails writes no checkpoint, as it would be of different moments.{last}")
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See DDPStrategy; with what this rank's worker had."""
+        """See DDPStrategy; also takes the state of this rank's worker from the checkpoint."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
@@ -644,7 +644,7 @@ class DiLoCoStrategy(RankStrategy):
             self._open.enter_context(loader_resumes())
 
     def _of_workers(self, own: int) -> Sequence[int]:
-        """A number of each worker, the largest of its ranks where all but one are 0 or more."""
+        """Return a number for each worker: the largest of its ranks' numbers, or a negative one if a rank has one."""
         if self._joint is None:
             return (own,)
         with self._explained():
@@ -654,7 +654,7 @@ class DiLoCoStrategy(RankStrategy):
     def _runtime_of(
         self, trainer: pl.Trainer, world: WorkerWorld, group: WorkerGroup, board: FaultBoard, *, append: bool
     ) -> Runtime:
-        """Of a worker that was launched with others."""
+        """Return the runtime of a worker that was launched with others."""
         options, run = self._options, self._options.run
         file = open_rounds_file(trainer, append=append)
         self._open.callback(file.close)
@@ -686,7 +686,7 @@ class DiLoCoStrategy(RankStrategy):
         return self.at_boundary(lambda boundaries: boundaries.before_epoch()) is not False
 
     def at_boundary(self, work: Callable[[LoopBoundaries], _T]) -> _T | None:
-        """Do something where the loop and the rounds meet, once they have begun."""
+        """Call ``work`` with the boundaries between the training loop and the rounds, once rounds have begun."""
         if self._boundaries is None:
             return None
         with self._explained():
@@ -736,7 +736,7 @@ class DiLoCoStrategy(RankStrategy):
         module = self.lightning_module
         for callback in () if module is None else module.trainer.checkpoint_callbacks:
             if getattr(callback, "save_on_exception", True):
-                # It would take note of a file that is not written, and remove or link others because of it.
+                # The callback would count a file that is not written, and remove or link others because of it.
                 vars(callback)["on_exception"] = self._say_not_written
                 self._open.callback(vars(callback).pop, "on_exception", None)
         if self._slices is not None:
@@ -748,10 +748,10 @@ class DiLoCoStrategy(RankStrategy):
 class RoundHooks(pl.Callback):
     """Starts and ends the rounds of a training, publishes failures, and keeps the outer state in checkpoints.
 
-    The strategy's own callback: first in line at the moments a strategy alone would come to too late.
+    It runs before all other callbacks. The strategy's own hooks would come too late at these moments.
 
     Args:
-        strategy: Whose hooks these are.
+        strategy: The strategy.
     """
 
     def __init__(self, strategy: DiLoCoStrategy) -> None:
@@ -786,7 +786,7 @@ class RoundHooks(pl.Callback):
         self._strategy.at_boundary(lambda boundaries: boundaries.before_epoch_end())
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Know of it before a checkpoint is written."""
+        """Note the validation before a checkpoint is written."""
         runtime = self._strategy._runtime
         if runtime is not None and runtime.states is not None:
             runtime.states.validated()
@@ -807,7 +807,7 @@ class RoundHooks(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Carry on from it; a checkpoint of another strategy has none."""
+        """Take the outer state from the checkpoint; one of another strategy has none."""
         state = checkpoint.get(OUTER_STATE)
         if state is None:
             rank_zero_info(

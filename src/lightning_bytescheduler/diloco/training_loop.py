@@ -1,12 +1,12 @@
 """Where Lightning's training loop and the rounds of DiLoCo meet: after each batch, when all of its hooks have run.
 
-Lightning asks its epoch loop there whether to validate. Each kind of rounds takes the place of that decision: it counts
-steps from batches, sends what is due, and ends the loops. The ranks of one worker agree after each batch: what one of
-them would do, all do. From there on they make the same decisions, from what they have agreed on and what their session
-says, which is the same on all of them.
+There Lightning asks its epoch loop whether to validate. A class for each kind of rounds replaces that decision: it
+counts steps from batches, sends what is due, and ends the loops. The ranks of one worker agree after each batch: if one
+of them would do something, all do it. Then they make the same decisions, as their agreement and their session's answers
+are the same on all of them.
 
 *Launched together* (``RoundBoundaries``), a validation, the end of an epoch or of the training happen at the end of a
-round, at the same one on all workers. What each worker would do by itself is only what it asks the others for.
+round, at the same one on all workers. A worker that would do one of these by itself only asks the others for it.
 
 *In a coordinator's run* (``CoordinatedBoundaries``) no worker stands still for another one: an epoch, a validation and
 the end of a fit are each worker's own. The leader's validations take place at the end of a round, when its weights are
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.diloco.worker_restart import WorkerStates
     from lightning_bytescheduler.slices.training import TrackedTraining
 
-_LOOK_S = 0.25  # between two looks at whether all data are in the weights
+_LOOK_S = 0.25  # between two checks whether all data are in the weights
 
 
 class LoopBoundaries(ABC):
@@ -69,13 +69,13 @@ class LoopBoundaries(ABC):
         self._samples = 0
         self._loss: float | None = None
         self._has_batch = False  # since the last decision
-        self._ended = False  # for the ranks of this worker, which have agreed on it
+        self._ended = False  # as the ranks of this worker have agreed
 
     def attach(self, kept: WorkerStates | None = None) -> None:
         """Begin to decide.
 
         Args:
-            kept: Told of the moments that a checkpoint may be of.
+            kept: Told of the moments at which a checkpoint may be taken.
         """
         self._kept = kept
         self._loop._should_check_val_fx = self._after_batch
@@ -89,38 +89,38 @@ class LoopBoundaries(ABC):
         self.trainer.fit_loop.min_epochs, self._loop.min_steps = self._least
 
     def report_batch(self, *, samples: int, loss: float | None) -> None:
-        """Take note of a batch, which is a step or, where gradients are accumulated, a part of one."""
+        """Count a batch, which is a step or, with accumulated gradients, a part of one."""
         self._samples += samples
         self._loss, self._has_batch = loss, True
 
     def before_epoch(self) -> bool:
-        """Returns whether all ranks of this worker train on; called by those that would."""
+        """Return whether all ranks of this worker train on; called by ranks that would."""
         self._ended = self._group.any(self._session.over)
         return not self._ended
 
     def before_end(self) -> None:
-        """Training ends on this rank, and so on all ranks of its worker."""
+        """End training on this rank, and so on all ranks of its worker."""
         if not self._ended:
             self._ended = self._group.any(True)
 
     @abstractmethod
     def before_batch(self) -> bool:
-        """Returns whether training goes on."""
+        """Return whether training goes on."""
 
     @abstractmethod
     def before_epoch_end(self) -> None:
-        """See to it that the epoch ends for all whose epoch it is."""
+        """Make the epoch end for all workers that share it."""
 
     @abstractmethod
     def after_validation(self) -> None:
-        """Have all ranks of this worker stop if one is to: each by itself asks its callbacks."""
+        """Stop all ranks of this worker if one is to stop, as each rank asks its own callbacks."""
 
     @abstractmethod
     def _after_batch(self, data_fetcher: Any) -> bool:
-        """A batch has been trained on, and all hooks have run; returns whether to validate."""
+        """Decide after a batch and all its hooks; returns whether to validate."""
 
     def _agree(self, stepped: bool, data_fetcher: Any, *facts: bool) -> tuple[bool, ...]:
-        """What is so on any rank of this worker: whether to validate, to stop, and more. A step is counted, too."""
+        """Return which of the facts hold on any rank of this worker: validate, stop, and more. Counts a step, too."""
         trainer, loss = self.trainer, self._loss
         stops = trainer.should_stop and trainer.fit_loop._can_stop_early
         facts = (self._own_decision(data_fetcher), stops, *facts)
@@ -139,9 +139,9 @@ class LoopBoundaries(ABC):
         return agreed
 
     def _step_schedules(self) -> None:
-        """Step the schedules of learning rates at the end of an epoch without a last batch, where Lightning does not.
+        """Step the learning-rate schedules at the end of an epoch without a last batch, as Lightning does not.
 
-        Learning rates of workers would come to differ. PyTorch warns where there was no step at all before.
+        Otherwise learning rates of workers would differ. PyTorch would warn if there was no step at all before.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"Detected call of .lr_scheduler\.step", UserWarning)
@@ -155,7 +155,7 @@ class LoopBoundaries(ABC):
         return epoch and last
 
     def _stop(self) -> None:
-        """Leave the loops, also if this worker has not done what it was to do at least."""
+        """Leave the loops, even before ``min_epochs`` and ``min_steps``."""
         self.trainer.should_stop = True
         self.trainer.fit_loop.min_epochs = None
         self._loop.min_steps = None
@@ -168,11 +168,11 @@ class RoundBoundaries(LoopBoundaries):
         trainer: Whose loop it is.
         session: This worker's.
         group: The ranks of this worker.
-        first_worker: Whether this is worker 0, whose steps say when to validate within an epoch.
-        together: What holds while all workers validate together.
+        first_worker: Whether this is worker 0, whose steps decide when to validate within an epoch.
+        together: Makes the context in which all workers validate together.
         explained: Turns an error of an exchange into its cause.
         shared_data: The training data, if all workers share it.
-        of_workers: A number of each worker, the largest of its ranks; all ranks ask, while all workers stand still.
+        of_workers: Collects a number of each worker, the largest of its ranks; all ranks call it while all stand still.
 
     Attributes:
         left_out: See ``RoundsPlan``.
@@ -198,7 +198,7 @@ class RoundBoundaries(LoopBoundaries):
         self._explained = explained
         self._shared_data = shared_data
         self._open = ExitStack()
-        self._epoch_to_end = False  # this worker's share is used up, and the others do not know yet
+        self._epoch_to_end = False  # this worker's share is used up, and the others have not been told
         self._epoch_ended = False  # for all; where data is shared
 
     def detach(self) -> None:
@@ -216,11 +216,11 @@ class RoundBoundaries(LoopBoundaries):
         return goes_on
 
     def before_epoch_end(self) -> None:
-        """See to it that the epoch ends for all.
+        """Make the epoch end for all.
 
-        With overlap, the round that this worker's last batch fell into may have ended for another reason. Where data is
-        shared, the same goes for a worker that takes part in rounds while others train on what is left; and one that
-        comes too late for anything has an epoch without a batch.
+        With overlap, the round of this worker's last batch may have ended for another reason. If data is shared, so may
+        the rounds in which a worker only takes part while others train on the rest. A worker that finds no data left
+        has an epoch without a batch.
         """
         session, trainer = self._session, self.trainer
         empty = self._shared_data is not None and not self._epoch_ended
@@ -261,7 +261,7 @@ class RoundBoundaries(LoopBoundaries):
             return self._after_restart()
         stepped = trainer.global_step != self._global_step
         own_epoch = loop._num_ready_batches_reached()
-        # Not at a restart, when this is asked before there was a batch; nor where a limit ends the epoch.
+        # Not at a restart, as Lightning then asks before the first batch; nor if a limit ends the epoch.
         used_up = own_epoch and self._has_batch and loop.batch_progress.current.ready < trainer.num_training_batches
         self._has_batch = False
         wants_validation, stops, epoch, used_up = self._agree(stepped, data_fetcher, own_epoch, used_up)
@@ -286,10 +286,10 @@ class RoundBoundaries(LoopBoundaries):
         return session.halted and self._halt(own_epoch)
 
     def _after_restart(self) -> bool:
-        """Lightning asks before the first batch whether the epoch was over but for a validation; returns whether.
+        """Answer Lightning, which asks before the first batch whether only a validation is left of the epoch.
 
-        No round is ended here: it was ended when the checkpoint was written. But where this worker had gone through its
-        share, and others had not yet, they still have to know.
+        No round is ended here: it was ended when the checkpoint was written. But if this worker had used up its share,
+        and others had not, they still have to be told.
         """
         over = bool(self._loop._num_ready_batches_reached())
         self._epoch_to_end = over and not self._loop.batch_progress.is_last_batch
@@ -303,8 +303,8 @@ class RoundBoundaries(LoopBoundaries):
     def _end_epoch_for_all(self, *, used_up: bool, validate: bool = False) -> None:
         """End the epoch, or stand still with all others for another reason.
 
-        Where there is nothing left for this worker but others still train, it takes part in their rounds with what it
-        has done so far, which is nothing after the first one.
+        If nothing is left for this worker but others still train, it takes part in their rounds with the work it has
+        done so far: none, after the first round.
         """
         session = self._session
         session.merge_sent()
@@ -314,13 +314,13 @@ class RoundBoundaries(LoopBoundaries):
             session.end_round(epoch=True, validate=validate)
 
     def _halt(self, own_epoch_ends: bool) -> bool:
-        """All workers stand still: do here what the end of this round is for. Returns whether to validate."""
+        """Do the work for which all workers stand still; returns whether to validate."""
         ended = self._session.round_end
         if ended is None:
             return False
         if ended.epoch and self._shared_data is not None:
             self._epoch_ended = True
-            if not ended.stop:  # else worker 0 may be through with everything
+            if not ended.stop:  # at a stop, worker 0 may have ended already
                 self._shared_data.end_epoch()
         elif ended.epoch:
             self._note_left_out(own_epoch_ends, epoch=self.trainer.current_epoch)
@@ -346,11 +346,11 @@ class RoundBoundaries(LoopBoundaries):
                 self._note_left_out(own_epoch_ends=False, epoch=max(self.trainer.current_epoch - 1, 0))
 
     def _note_left_out(self, own_epoch_ends: bool, *, epoch: int) -> None:
-        """Say what the end of an epoch leaves out of each worker's share.
+        """Say how many batches the end of an epoch leaves out of each worker's share.
 
-        All ranks are here, once for each epoch: the same end of a round has told all workers of it, in training or as
-        they end, none goes on before all have passed it, and no other collective of all ranks comes before a
-        validation, which follows.
+        All ranks call this once for each epoch: the same end of a round has told all workers of it, in training or as
+        they end. None goes on before all have passed it, and no other collective of all ranks comes before the
+        validation that follows.
         """
         batches: float = self.trainer.num_training_batches  # inf, where a loader has no length
         left = 0.0 if own_epoch_ends else batches - self._loop.batch_progress.current.ready
@@ -371,8 +371,8 @@ class CoordinatedBoundaries(LoopBoundaries):
         data: The slices that this worker trains on, if the coordinator hands them out.
 
     Attributes:
-        leads: Whether it does, as its ranks have agreed after the last batch.
-        ends_all: Whether its end is to be that of all workers, as its ``EarlyStopping`` has stopped it.
+        leads: Whether this worker leads, as its ranks have agreed after the last batch.
+        ends_all: Whether its end ends all workers, as its ``EarlyStopping`` has stopped it.
     """
 
     def __init__(
@@ -405,10 +405,10 @@ class CoordinatedBoundaries(LoopBoundaries):
         super().detach()
 
     def before_epoch_end(self) -> None:
-        """An epoch is this worker's own; but the last one of its slices ends when all of them are in the weights.
+        """Make the last epoch of slices end when all of them are in the weights; other epochs are this worker's own.
 
-        As each is of one epoch of the data, or a share of it, workers train together on as many as each is to have.
-        What another worker leaves behind, or has made of a slice in vain, is trained on in one more epoch here.
+        Each epoch is one epoch of the data or a share of it, so workers train together on as many as each is to have.
+        Slices that another worker leaves behind, or whose update was not merged, are trained on in one more epoch here.
         """
         trainer, session, loop = self.trainer, self._session, self.trainer.fit_loop
         if self._data is None or self._group.any(trainer.should_stop and loop._can_stop_early):
@@ -416,12 +416,12 @@ class CoordinatedBoundaries(LoopBoundaries):
         if not (session.over or self._reaches_limit(False) or self._loop._num_ready_batches_reached()):
             self._step_schedules()
         if self._group.any(self._group.leads and self._data.is_cut) and loop.max_epochs not in (None, -1):
-            loop.max_epochs += 1  # this one was none
-        # A limit may end the training, or the epoch, and not its data.
+            loop.max_epochs += 1  # this epoch does not count
+        # A limit may end the training or the epoch before its data is used up.
         is_limited = self._loop.batch_progress.current.ready >= trainer.num_training_batches
         if is_limited or self._reaches_limit(False) or not self._reaches_limit(True):
             return
-        if self._group.any(self._samples > 0):  # of batches after the last step: what they were counts with it
+        if self._group.any(self._samples > 0):  # batches after the last step: their samples count with it
             (samples,) = self._group.total([float(self._samples)])
             seconds = time.monotonic() - self._began
             self._session.count(samples=round(samples), seconds=seconds)
@@ -443,7 +443,7 @@ class CoordinatedBoundaries(LoopBoundaries):
         self.come_back()
 
     def after_validation(self) -> None:
-        """Go back to the rounds; all ranks of this worker stop if one is to."""
+        """Go back to the rounds; all ranks of this worker stop if one is to stop."""
         if not self._validates:
             return
         self._validates = False
@@ -452,7 +452,7 @@ class CoordinatedBoundaries(LoopBoundaries):
         self._resume()
 
     def wait_aside(self) -> bool:
-        """There is nothing to train on here for now; returns whether training is over. All ranks of the worker ask."""
+        """Wait outside the rounds, without data for now; returns whether training is over. All ranks call it."""
         session = self._session
         session.check()
         if self._aside and session.is_to_resume():
@@ -465,7 +465,7 @@ class CoordinatedBoundaries(LoopBoundaries):
         return session.over
 
     def come_back(self) -> None:
-        """There is something to train on again, for all ranks of the worker."""
+        """Return to the rounds, as there is data again; on all ranks of the worker."""
         if self._aside:
             self._aside = False
             self._resume()
@@ -484,7 +484,7 @@ class CoordinatedBoundaries(LoopBoundaries):
     def _after_batch(self, data_fetcher: Any) -> bool:
         session, loop, trainer = self._session, self._loop, self.trainer
         if loop.restarting and not self._has_batch and not loop.val_loop.restarted_mid_evaluation:
-            # Lightning asks before the first batch whether the epoch was over but for a validation, which is left out.
+            # Lightning asks before the first batch whether only a validation is left of the epoch. It is left out.
             return bool(loop._num_ready_batches_reached())
         self._has_batch = False
         stepped = trainer.global_step != self._global_step
@@ -516,7 +516,7 @@ class CoordinatedBoundaries(LoopBoundaries):
         if not self._left:
             self._left = True
             if self._data is not None:
-                self._data.halt()  # the coordinator takes back what a worker holds that leaves
+                self._data.halt()  # the coordinator takes back the slices of a worker that leaves
             self._session.leave(
                 quickly=quickly,
                 for_all=self.ends_all and self.leads,
@@ -539,7 +539,7 @@ def for_leader_only(
 
     Args:
         trainer: Whose callbacks and loggers they are.
-        leads: Whether it does; the same on all ranks of a worker.
+        leads: Returns whether it leads; the same on all ranks of a worker.
         on_stop: Called when an ``EarlyStopping`` stops the worker that leads.
     """
     with ExitStack() as stack:
@@ -602,7 +602,7 @@ def refuse_plateaus(schedulers: Sequence[Any]) -> None:
         if config.reduce_on_plateau:
             raise UnsupportedError(
                 f"ReduceLROnPlateau of {config.monitor!r} is not allowed with a coordinator: the leader alone "
-                "validates, and learning rates of workers would come to differ. Use a schedule of steps or epochs."
+                "validates, so workers' learning rates would differ. Use a schedule by steps or epochs."
             )
 
 
@@ -610,7 +610,7 @@ _SEED = "PL_GLOBAL_SEED"  # where Lightning's seed_everything leaves it
 
 
 def seed_sampler(loader: object, worker: str) -> None:
-    """Have a worker go through a plain data loader in an order of its own, unless the user chose a seed."""
+    """Give a worker's plain data loader an order of its own, unless the user chose a seed."""
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler):
         return

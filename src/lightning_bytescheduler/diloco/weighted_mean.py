@@ -33,24 +33,24 @@ _COARSE_BITS, _FINE_BITS = 24, 40
 LARGEST = 2.0**38
 """Bound of the weighted sum: 2^62 multiples of 2^-24."""
 MOST_WEIGHT = 2**28
-"""Times the 24 bits of fp32 fits into the 53 of fp64, so that the product is exact."""
-_MOST_ADDED = 2**22  # times 2^40 multiples of 2^-64 fits into a whole number
+"""Its product with the 24 bits of fp32 fits into the 53 bits of fp64, so the product is exact."""
+_MOST_ADDED = 2**22  # fine parts of up to 2^40 units each add up to 2^62 at most, which fits into 64 bits
 _COARSE_SHIFT, _FINE_SHIFT = 1.5 * 2.0 ** (52 - _COARSE_BITS), 1.5 * 2.0 ** (52 - _COARSE_BITS - _FINE_BITS)
 """Beside these, a double has no smaller unit than 2^-24, and 2^-64."""
 _COARSE_BITS_OF_SHIFT, _FINE_BITS_OF_SHIFT = struct.unpack("<2q", struct.pack("<2d", _COARSE_SHIFT, _FINE_SHIFT))
-_EXACT_FINE = 2**10  # as many pseudo-gradients have fine parts whose sum leaves _FINE_SHIFT its unit
+_EXACT_FINE = 2**10  # the fine parts of so many pseudo-gradients add up next to _FINE_SHIFT without rounding
 _MOST_SPLIT = _COARSE_SHIFT / 6
-"""A number as large as that, or less, leaves the sum with ``_COARSE_SHIFT`` its unit."""
+"""The sum of ``_COARSE_SHIFT`` and a number up to this one has units of 2^-24."""
 
 
 class WeightedMean:
-    """Weighted mean of pseudo-gradients as they have travelled.
+    """Weighted mean of pseudo-gradients in their wire format.
 
     Args:
-        elements: Of each.
+        elements: Number of elements of each pseudo-gradient.
 
     Attributes:
-        weight: Sum of the weights of what was added.
+        weight: Sum of the weights of all that were added.
         added: How many were added.
     """
 
@@ -66,16 +66,16 @@ class WeightedMean:
         self._fine.zero_()
         self._largest = 0.0
         self.weight = self.added = 0
-        self._shifted = 0  # of those that were added, by the bits of doubles
+        self._shifted = 0  # how many of them were added by the bits of doubles
 
     def add(self, payload: Tensor, wire: WireFormat, *, weight: int, largest: float | None = None) -> None:
         """Add a pseudo-gradient, decoded chunk by chunk. If it is refused, nothing of it was added.
 
         Args:
-            payload: Of all tensors, flat, one after the other.
-            wire: What it was encoded with.
-            weight: Relative to the others', 1 or more.
-            largest: A bound of the magnitudes in it, where that is known; else the payload is looked at.
+            payload: All tensors, encoded, one after the other.
+            wire: The format of the payload.
+            weight: Its weight relative to the others', 1 or more.
+            largest: A bound of the magnitudes in it, if one is known; else it is computed from the payload.
 
         Raises:
             OptionError: If the weight is not allowed.
@@ -92,7 +92,7 @@ class WeightedMean:
         if not bound < LARGEST:  # NaN is not less, either
             raise ValueError(f"The pseudo-gradient was not added: its largest value is {extent:g}.")
         entries = wire.entries(payload, self._elements)
-        # With conversions where some alone are added: the constants of the other way would be missing elsewhere.
+        # Single entries are added by conversions: the constants of the other way would be missing at other elements.
         shifted = entries is None and extent * weight <= _MOST_SPLIT
         if entries is None:
             splitter = _Splitter(min(chunk_size(_CPU), self._elements), weight, shifted=shifted)
@@ -114,7 +114,7 @@ class WeightedMean:
     def encode_mean(
         self, wire: WireFormat, *, seed: int = 0, out: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """The weighted mean as it is to travel, without its fp32 in memory.
+        """Encode the weighted mean chunk by chunk, so that it is never in memory as fp32.
 
         Args:
             wire: Encodes it.
@@ -133,7 +133,7 @@ class WeightedMean:
         if not self.added:
             raise ValueError("There is no mean: no pseudo-gradient was added.")
         size = min(chunk_size(_CPU), self._elements)
-        # Both parts of the sum are doubles without rounding then, and so is theirs: the bits of a carry are the same.
+        # Then both parts are doubles without rounding, and so is their sum: its bits are those of a carried sum.
         exact = self._largest <= _MOST_SPLIT and self.added <= _EXACT_FINE
         one, other = (torch.empty(size, dtype=torch.int64) for _ in range(2))
         total, high = (torch.empty(size, dtype=torch.float64) for _ in range(2))
@@ -165,12 +165,12 @@ class WeightedMean:
 
 
 class _Splitter:
-    """Adds ``weight`` times a chunk to its sums, in two whole numbers; keeps the scratch for that.
+    """Adds ``weight`` times a chunk to its sums, as two whole numbers; keeps the memory for that.
 
     Args:
         size: Most elements of a chunk.
-        weight: Of what is added.
-        shifted: Whether by the bits of doubles.
+        weight: Weight of the pseudo-gradient that is added.
+        shifted: Whether it adds by the bits of doubles.
     """
 
     def __init__(self, size: int, weight: int, *, shifted: bool) -> None:
@@ -211,5 +211,5 @@ def _by_numpy() -> bool:
 
 
 def _signed(number: int) -> int:
-    """The same modulo 2^64, as 64 bits with a sign hold it."""
+    """Return ``number`` modulo 2^64, as a signed number of 64 bits."""
     return (number + 2**63) % 2**64 - 2**63

@@ -1,22 +1,21 @@
-"""What makes a restart exact: each worker's own state goes into the checkpoint, and comes back to the same worker.
+"""Makes restarts exact: each worker's own state goes into the checkpoint, and comes back to the same worker.
 
-What one worker alone has at a moment between two rounds is all that is not the global state: its optimizer, schedules
-and loss scale, its progress, its place in the epoch, its buffers and random numbers; with fragments or overlap its own
-weights too, and what compressed pseudo-gradients have left to be sent. Tensors and primitives only, in host memory.
+A worker's own state at a moment between two rounds is all that is not global: its optimizer, schedules and loss scale,
+its progress, its place in the epoch, its buffers and random numbers; with fragments or overlap its own weights too, and
+what compressed pseudo-gradients have left to be sent. It has tensors and primitives only, in host memory.
 
-A checkpoint is of a moment between two rounds: of a round's begin where it is written amid the round, or of a round's
-end where all workers stand still. Each worker keeps what it had at the last such moment, the first one asks all others
-for theirs when it writes (:class:`StateCollection`). That one has its own in Lightning's places. Where it writes in the
-middle of a round, they are put back to the round's begin, of which the weights are; see :func:`put_back`.
+A checkpoint is of a moment between two rounds: the beginning of a round if it is written during the round, or the end
+of a round at which all workers stand still. Each worker keeps its state of the last such moment. Worker 0 writes the
+checkpoint, with its own state in Lightning's places, and asks the others for theirs (:class:`StateCollection`). If it
+writes in the middle of a round, Lightning's places are put back to the round's beginning, of which the weights are; see
+:func:`put_back`.
 
-How a worker's state comes to the worker that writes a checkpoint: when that asks for it, over the job's store.
-
-Each worker keeps in memory its state at the last moments of which a checkpoint can be. The thread that reads its
-mailbox takes the question, and the thread that posts answers as soon as there is an answer. So the training thread
-takes no part, wherever it is. There is no circular wait: the writer waits for a moment that each other worker reaches
-without it. That moment is the writer's present one. A round begins, or all workers stand still at its end, once all
-workers have the writer's pseudo-gradient of the round before. From there each worker reaches the same moment by itself,
-and goes beyond it by at most one round, if pseudo-gradients travel beside steps.
+States travel to worker 0, the writer, over the job's store. Each worker keeps in memory its state at the last moments
+of which a checkpoint can be. The thread that reads its mailbox takes the question, and the thread that posts answers as
+soon as the state is there. So the training thread takes no part, wherever it is. There is no circular wait: the writer
+waits for its present moment, which each other worker reaches without it. A round begins, or all workers stand still at
+its end, once all workers have the writer's pseudo-gradient of the round before. From there each worker reaches the same
+moment by itself, and goes beyond it by at most one round, if pseudo-gradients travel beside steps.
 
 A state travels as torch writes it, and is read with ``weights_only=True``, which makes nothing but tensors and
 primitives of it, as the checkpoint's reader will.
@@ -67,7 +66,7 @@ class Moment(NamedTuple):
     """A moment of which a checkpoint can be, the same for all workers.
 
     Attributes:
-        rounds: How many are over.
+        rounds: Number of rounds that are over.
         halted: Whether all workers stand still; else the next round has begun.
     """
 
@@ -83,14 +82,14 @@ def take(
     halted: bool,
     numbers: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What this worker has now, by the Trainer; on the training thread, with weights that are up to date.
+    """Return this worker's present state; on the training thread, with weights that are up to date.
 
     Args:
-        trainer: Whose fit it is.
-        full: Also the state of optimizers, which takes memory.
-        after_batch: Whether this is where Lightning has counted a batch, and not yet a step.
+        trainer: The Trainer of the fit.
+        full: Whether the state of optimizers, which takes memory, is part of it.
+        after_batch: Whether Lightning has counted a batch here, and not yet a step.
         halted: See :class:`Moment`.
-        numbers: What :func:`random_numbers` gave, if the present ones are later.
+        numbers: Earlier random states, from :func:`random_numbers`; ``None`` for the present ones.
     """
     module = trainer.lightning_module
     share = share_of(trainer)
@@ -111,12 +110,12 @@ def take(
 
 
 def give(taken: Mapping[str, Any], checkpoint: dict[str, Any], *, halted: bool) -> None:
-    """Put what a worker had into Lightning's places of a checkpoint that another worker wrote; others stay.
+    """Put a worker's state into Lightning's places in a checkpoint that another worker wrote; other places stay.
 
     Args:
-        taken: Of this worker.
-        checkpoint: Is changed.
-        halted: See :class:`Moment`: then epochs ended for all as they did for who wrote it.
+        taken: This worker's state.
+        checkpoint: The checkpoint; is changed.
+        halted: See :class:`Moment`. If so, epochs ended for this worker as for the writer.
     """
     loops: dict[str, Any] = checkpoint["loops"]["fit_loop"]
     if halted:
@@ -131,7 +130,7 @@ def give(taken: Mapping[str, Any], checkpoint: dict[str, Any], *, halted: bool) 
 
 
 def put_back(taken: Mapping[str, Any], checkpoint: dict[str, Any]) -> None:
-    """Have a checkpoint be of the begin of its round, when ``taken`` was taken."""
+    """Set a checkpoint back to the beginning of its round, when ``taken`` was taken."""
     checkpoint["loops"]["fit_loop"] = copy.deepcopy(taken["loops"])
     _put_states(taken, checkpoint)
 
@@ -160,7 +159,7 @@ def random_numbers(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_numbers(states: Mapping[str, Any], device: torch.device) -> None:
-    """Draw on from what :func:`random_numbers` gave."""
+    """Restore the states that :func:`random_numbers` returned."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if device.type == "cuda" and "cuda" in states:
@@ -172,7 +171,7 @@ def set_random_numbers(states: Mapping[str, Any], device: torch.device) -> None:
 
 
 def _progress(trainer: pl.Trainer, *, after_batch: bool, halted: bool) -> dict[str, Any]:
-    """Lightning's, as if nothing of the next batch had begun."""
+    """Lightning's progress, as if nothing of the next batch had begun."""
     loops: dict[str, Any] = copy.deepcopy(trainer.fit_loop.state_dict())
     progress = loops[_PROGRESS]
     for counts in (progress["total"], progress["current"]):
@@ -207,14 +206,14 @@ class KeptStates:
     """A worker's states of the last moments; kept by the training thread, asked for on any thread.
 
     Args:
-        count: How many.
+        count: Number of states that are kept.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._lock = threading.Lock()
         # What follows changes under the lock.
-        self._states: dict[Moment, tuple[dict[str, Any], bool]] = {}  # and whether that is all of it
+        self._states: dict[Moment, tuple[dict[str, Any], bool]] = {}  # states, and whether each is complete
         self._asked: list[tuple[_Asked, Callable[[Callable[[], bytes]], None]]] = []
         self._closed = False
 
@@ -223,8 +222,8 @@ class KeptStates:
 
         Args:
             moment: When it was taken.
-            state: Is not changed any more; :meth:`settle` makes another one of it.
-            settled: Whether that is all of it.
+            state: The state. It must not change later; :meth:`settle` makes a copy.
+            settled: Whether the state is complete.
         """
         with self._lock:
             self._states.pop(moment, None)
@@ -234,7 +233,7 @@ class KeptStates:
             self._answer()
 
     def settle(self, **more: Any) -> None:
-        """Add to the last state what belongs to it now."""
+        """Complete the last state with ``more``."""
         with self._lock:
             if self._states:
                 moment, (state, _) = self._states.popitem()
@@ -243,7 +242,7 @@ class KeptStates:
 
     @property
     def last(self) -> tuple[Moment, dict[str, Any], bool] | None:
-        """What was kept last, and whether that is all of it."""
+        """The last moment, its state, and whether that is complete."""
         with self._lock:
             moment = next(reversed(self._states), None)
             return None if moment is None else (moment, *self._states[moment])
@@ -255,7 +254,7 @@ class KeptStates:
             self._answer()
 
     def close(self) -> None:
-        """Nothing is given any more."""
+        """Refuse all questions from here on."""
         with self._lock:
             self._closed = True
             self._answer()
@@ -274,12 +273,12 @@ def _packed(state: Mapping[str, Any] | None) -> bytes:
     if state is None:
         raise LookupError("it takes part no more")
     file = io.BytesIO()
-    torch.save(state, file)  # raises where a schedule has what cannot be written
+    torch.save(state, file)  # raises if a schedule's state cannot be saved
     return file.getvalue()
 
 
 def await_writer(store: dist.Store, limit: float, check: Callable[[], None]) -> None:
-    """Wait until the writer asks for nothing any more; see ``await_key``.
+    """Wait until the writer has no more questions; see ``await_key``.
 
     The writer has ended if its store is gone already: its failure would be known, and it waits for few seconds only.
     """
@@ -295,9 +294,9 @@ class StateCollection:
     """Asks for other workers' states. For one thread.
 
     Args:
-        store: That all ranks share.
-        workers: Names of the others.
-        limit: How long the next part of a state is waited for, in seconds.
+        store: The store that all ranks share.
+        workers: Names of the other workers.
+        limit: Longest wait for the next part of a state, in seconds.
         check: Called repeatedly while waiting; raises if a rank has failed.
     """
 
@@ -307,11 +306,11 @@ class StateCollection:
         self._workers = tuple(workers)
 
     def collect(self, moment: Moment, *, settled: bool = True) -> dict[str, dict[str, Any] | str]:
-        """The states of a moment, by worker; or why there is none. Bounded, raises nothing.
+        """Return each worker's state at a moment, or why it is missing. Bounded, raises nothing.
 
         Args:
-            moment: The writer's present one.
-            settled: Whether the writer's is all there. Amid a validation it is not, and others may wait for the writer.
+            moment: The writer's present moment.
+            settled: Whether the writer's state is complete. In a validation it is not, and others may wait for it.
         """
         text = msgspec.json.encode(_Asked(moment.rounds, moment.halted, settled)).decode()
         found: dict[str, dict[str, Any] | str] = {}
@@ -325,34 +324,34 @@ class StateCollection:
                 found[worker] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             except (RuntimeError, SchedulerTimeoutError, pickle.UnpicklingError) as error:  # it alone lacks
                 found[worker] = str(error)
-            except (Exception, KeyboardInterrupt) as error:  # what is saved without it is better than nothing
+            except (Exception, KeyboardInterrupt) as error:  # a checkpoint without it is better than none
                 found[worker] = f"{type(error).__name__}: {error}"
                 return {**dict.fromkeys(self._workers, found[worker]), **found}
         return found
 
     def end(self) -> None:
-        """Let the others go: nothing will be asked for any more."""
+        """Let the others go: there will be no more questions."""
         with suppress(RuntimeError):  # the store is gone, and the threads that wait know it
             self._store.set(_OVER, "1")
 
 
 _WORKERS = "workers"
 _OF_FIRST = ("random", "position", "weights", "samples", "begun_with")  # what Lightning's places do not have
-_SHARE_OF_TIMEOUT = 0.25  # then all others wait for who writes, whose own limit is the timeout
+_SHARE_OF_TIMEOUT = 0.25  # for the writer's waits: the others wait for the writer for up to the timeout
 
 
 class WorkerStates:
-    """One leader's part in it, for one fit. For the training thread.
+    """One leader's part in exact restarts, for one fit. For the training thread.
 
     Args:
-        trainer: Whose fit it is.
-        session: This leader's.
-        world: Where it is.
+        trainer: The Trainer of the fit.
+        session: This leader's session.
+        world: The place of this leader among the workers.
         full: Whether optimizers' states, own weights and what was left unsent are kept, too.
-        timeout: The strategy's, in seconds.
-        numbers: Random numbers that are to be drawn on from when the first batch is asked for, if others than now.
-        kept: What this worker answers with, if it does not write itself.
-        own_state: Says what else this worker alone has.
+        timeout: The strategy's timeout, in seconds.
+        numbers: Random states from which the first batch is drawn, if not the present ones.
+        kept: The states with which this worker answers, if it is not the writer.
+        own_state: Returns what else this worker alone has.
     """
 
     def __init__(
@@ -384,11 +383,11 @@ class WorkerStates:
         self._session.at_begin = self._begun_after_batch
 
     def begun(self) -> None:
-        """A round has begun, and nothing of its first batch but that it is there."""
+        """A round has begun; its first batch was drawn, and nothing has been done with it."""
         self._keep(after_batch=False)
 
     def halted(self) -> None:
-        """All workers stand still, and what this round's end is for is done here, but for a validation."""
+        """All workers stand still, and this worker has done all that this round's end is for, except a validation."""
         ended = self._session.round_end
         if ended is not None:
             state = self._take(after_batch=True, halted=True, numbers=None)
@@ -402,7 +401,7 @@ class WorkerStates:
             self._kept.settle(random=self._numbers)
 
     def over(self) -> None:
-        """The last round is over, and this worker has the global weights, however it came there."""
+        """The last round is over, and this worker has the global weights, by whichever way it got them."""
         last, ended = self._kept.last, self._session.round_end
         if ended is not None and (last is None or last[0] != Moment(ended.round, halted=True)):
             state = self._take(after_batch=False, halted=True, numbers=None)
@@ -410,7 +409,7 @@ class WorkerStates:
         self._kept.settle()
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
-        """On the first worker: have a checkpoint be of one moment, with what all workers have then."""
+        """On the first worker: make a checkpoint one of a single moment, with all workers' states at it."""
         last, outer = self._kept.last, checkpoint.get(OUTER_STATE)
         if self._collection is None or last is None or outer is None or "optimizer_states" not in checkpoint:
             return
@@ -424,8 +423,8 @@ class WorkerStates:
         lacking = {worker: state for worker, state in found.items() if isinstance(state, str)}
         if lacking:
             log.warning(
-                "diloco: a checkpoint lacks what %s alone had: %s. A training goes on from it with worker 0's "
-                "optimizer there, and in the middle of an epoch with other samples.",
+                "diloco: a checkpoint lacks the own state of %s: %s. If training goes on from it, they get worker 0's "
+                "optimizer and, in the middle of an epoch, other samples.",
                 ", ".join(lacking),
                 "; ".join(dict.fromkeys(lacking.values())),
             )
@@ -472,13 +471,13 @@ class WorkerStates:
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """What a checkpoint had of all workers, on a rank that goes on from it.
+    """All workers' states in a checkpoint, on a rank that goes on from it.
 
     Attributes:
-        own: Of this rank's worker, if it was there.
+        own: The state of this rank's worker, if the checkpoint has it.
         positions: Where each worker stood in its epoch, if that is known of all.
         inner_size: How many ranks a worker had.
-        alike: Whether there were as many workers.
+        alike: Whether there were as many workers as now.
     """
 
     own: Mapping[str, Any] | None
@@ -488,12 +487,12 @@ class Resumed:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: dict[str, Any], worker: int, workers: int) -> Resumed | None:
-        """Put what this worker had into Lightning's places.
+        """Put this worker's state into Lightning's places.
 
         Args:
-            checkpoint: As it was loaded; is changed, and rid of what others had.
-            worker: Number of this rank's.
-            workers: How many there are.
+            checkpoint: The loaded checkpoint; is changed, and the other workers' states are removed.
+            worker: Number of this rank's worker.
+            workers: Number of workers.
         """
         outer = checkpoint.get(OUTER_STATE)
         saved = None if outer is None else outer.pop(_WORKERS, None)
@@ -508,8 +507,8 @@ class Resumed:
         lacking = [number for number, state in enumerate(of) if state is None]
         if lacking:
             rank_zero_warn(
-                f"diloco: the checkpoint lacks what workers {lacking} alone had. They go on with worker 0's optimizer, "
-                "and in the middle of an epoch with other samples."
+                f"diloco: the checkpoint lacks the own states of workers {lacking}. They go on with worker 0's "
+                "optimizer and, in the middle of an epoch, with other samples."
             )
         positions = [state and state.get("position") for state in of]
         return cls(
@@ -527,7 +526,7 @@ class Resumed:
             leads: Whether this rank speaks for its worker, whose random numbers were kept.
 
         Returns:
-            To be called when the next epoch begins, if the rest of this one has another length.
+            A function to call when the next epoch begins, if the rest of this one has another length.
         """
         module, own = trainer.lightning_module, self.own or {}
         with torch.no_grad():
@@ -557,7 +556,7 @@ class Resumed:
 
 
 def _of_length(trainer: pl.Trainer, batches: int) -> Callable[[], None]:
-    """Have this epoch have so many batches from here on; returns what makes the next ones as they were."""
+    """Let this epoch have ``batches`` batches from here on; returns a function that undoes it for the next ones."""
     fit_loop: Any = trainer.fit_loop
     whole, checked = fit_loop.max_batches, trainer.val_check_batch
     length = min(batches, whole)

@@ -1,13 +1,13 @@
-"""The slices of a ``SliceDataModule`` under ``diloco``: who hands them out to the workers of a fit.
+"""The slices of a ``SliceDataModule`` under ``diloco``: how the workers of a fit get them.
 
-*Launched together*, one tracker at worker 0 hands them out to all workers. Epochs of the data are the strategy's, which
-ends them for all workers at once: see ``RoundBoundaries``.
+*Workers launched together* get them from one tracker at worker 0. The strategy ends epochs of the data, for all workers
+at once: see ``RoundBoundaries``.
 
-*In a coordinator's run* the coordinator does. Each epoch of a worker is its share of one epoch of the data. It has no
-batch if others have taken all there is, and waits where that epoch cannot begin yet. Where several ranks train together
-as one worker, the first one calls the tracker for all of them: see ``slices.training``.
+*Workers of a coordinator* get them from the coordinator. Each epoch of a worker is its share of one epoch of the data.
+It has no batch if others have taken all there is, and waits where that epoch cannot begin yet. Where several ranks
+train together as one worker, the first rank calls the tracker for all of them: see ``slices.training``.
 
-Nothing of it waits in a step: the tracker is called from the plan's own thread.
+No step waits for the tracker: it is called from the plan's own thread.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lightning_bytescheduler.slices.training import Idle, TrackedTraining
 log = logging.getLogger(__name__)
 
 _MAILBOX = "slices"
-_OVER = "slices/over"  # and a worker's number, once it asks for nothing more
+_OVER = "slices/over"  # key, with the number of a worker that has ended its questions
 _THREAD = "bytescheduler-slice-tracker"
 _STOP_S = 5.0
 _MOMENT_S = 0.5
@@ -53,15 +53,15 @@ _NO_SESSION = 403  # of this run: the coordinator has given this worker up
 
 
 class WorkerSlices:
-    """One worker's way to the tracker: a ``TrackerHost``, and the ``TrackerClient`` of those that are not beside it.
+    """One worker's way to the tracker: a ``TrackerHost``, and a ``TrackerClient`` where the tracker is elsewhere.
 
     Args:
-        data: Whose slices they are.
+        data: The data module of the slices.
         timeout: Longest wait for an answer, in seconds.
-        check: Raises what has ended the training, if anything.
+        check: Raises the error that has ended the training, if any.
 
     Attributes:
-        closed: Whether nothing is to be asked any more.
+        closed: Whether this worker must ask nothing more.
     """
 
     waits = False
@@ -88,7 +88,7 @@ class WorkerSlices:
 
     @property
     def training(self) -> TrackedTraining | None:
-        """What workers share in a fit, after its setup."""
+        """This worker's batches of a fit, after its setup; ``None`` before."""
         training = self._data.training
         return training if isinstance(training, TrackedTraining) else None
 
@@ -96,7 +96,7 @@ class WorkerSlices:
         """The training is over here: ask nothing more.
 
         Raises:
-            Exception: What another worker has failed with.
+            Exception: The error of another worker that has failed.
         """
 
     def close(self, *, failed: bool) -> bool:
@@ -110,7 +110,7 @@ class WorkerSlices:
 
 
 class SharedSlices(WorkerSlices):
-    """Of workers launched together. At worker 0 it has a thread, which answers the others.
+    """The slices of workers launched together. At worker 0 it has a thread, which answers the others.
 
     Args:
         data: See :class:`WorkerSlices`.
@@ -125,7 +125,7 @@ class SharedSlices(WorkerSlices):
         self._store: dist.Store = world.store
 
     def connect(self, make: Callable[[], SliceTracker]) -> TrackerClient:
-        """See ``TrackerHost``. Worker 0 is waited for with the first call."""
+        """See ``TrackerHost``. The first call waits for worker 0."""
         if self.worker != 0:
             name = worker_name(self.worker)
             self._caller = Caller(self._store, sender=name, timeout=self._timeout, check=self._check)
@@ -145,7 +145,7 @@ class SharedSlices(WorkerSlices):
         return cast(Reply, decode(self._caller.call(_MAILBOX, encode(message))))
 
     def finish(self) -> None:
-        """See WorkerSlices. Worker 0 waits for the others, which may be in their last step, and then may go."""
+        """See WorkerSlices. Worker 0 waits for the others, which may be in their last step, before it ends."""
         store = connection_to(self._store)
         if self._asks and self.training is not None:
             self.training.halt()
@@ -159,19 +159,19 @@ class SharedSlices(WorkerSlices):
 
 def _reading_ended(error: BaseException) -> None:
     if not isinstance(error, RuntimeError):  # else the store is gone, which the others find out by themselves
-        log.error("Slices are handed out no more: %s", error)
+        log.error("No more slices are handed out: %s", error)
 
 
 class CoordinatedSlices(WorkerSlices):
-    """From the coordinator that the rounds are of.
+    """The slices that a run's coordinator hands out.
 
     Args:
         data: See :class:`WorkerSlices`.
-        client: The connection; not there before the worker has joined.
+        client: Returns the connection; ``None`` before the worker has joined.
         idle: Told while this worker has nothing to train on.
         timeout: See :class:`WorkerSlices`.
         check: See :class:`WorkerSlices`.
-        ranks: Of this worker, if several train together.
+        ranks: The ranks of this worker, if several train together.
 
     Attributes:
         idle: As given.
@@ -214,7 +214,7 @@ class CoordinatedSlices(WorkerSlices):
                 return cast(Reply, decode(answer.body))
             if answer.status != _NO_SESSION:
                 raise CoordinatorError(f"The coordinator hands out no slices to this worker: {answer.words}")
-            # It was away for longer than its lease. The client joins again, and what it held has gone to others.
+            # This worker was away for longer than its lease. The client joins again; the slices have gone to others.
             if not isinstance(message, JoinTracker):
                 return JoinAgain()
             time.sleep(_LOOK_S / 4)
@@ -233,7 +233,7 @@ class CoordinatedSlices(WorkerSlices):
             future.cancel()
 
     def _look(self, deadline: float) -> None:
-        """Whether to wait on."""
+        """Raise if it makes no sense to wait on."""
         self._check()
         if self.closed:
             raise SchedulerTimeoutError("The training ended before the coordinator answered about slices.")
@@ -255,11 +255,11 @@ def worker_slices(
     """Have the workers share the slices of a fit, if its data module is one of slices.
 
     Args:
-        trainer: Before the setup of its data.
-        world: Where this rank is.
+        trainer: The Trainer, before the setup of its data.
+        world: The place of this rank among the workers.
         runtime: The worker's part in a coordinator's run; has a connection once this worker has joined.
         timeout: See :class:`WorkerSlices`.
-        check: Raises what another rank has failed with, if any.
+        check: Raises the error if another rank has failed.
 
     Raises:
         UnsupportedError: If several ranks that were launched together train as one worker: they need equally many
@@ -286,6 +286,6 @@ def worker_slices(
         slices = CoordinatedSlices(
             data, lambda: runtime.client, idle=runtime, timeout=timeout, check=check_all, ranks=ranks
         )
-    data.teardown(TrainerFn.FITTING)  # of a failed fit, after which Lightning does not
+    data.teardown(TrainerFn.FITTING)  # after a failed fit, for which Lightning does not call it
     data.bind_tracker(slices)
     return slices

@@ -68,16 +68,16 @@ from lightning_bytescheduler.failures.standstill import (
 log = logging.getLogger(__name__)
 
 _PERIOD_S = 0.25
-_HURRIES = 5  # times as often it looks while another thread waits for the others
+_HURRIES = 5  # how many times as often the thread looks while another thread waits for what it learns
 _LINGER_S = 2.0
 _GOODBYE_S = 5.0
 _STOP_S = 2.0
 _DIAGNOSE_S = 3.0
 _CONNECTING_S = 30.0  # until it is said what to look at
-_ASKED_S = 1.0  # for which the thread looks at the others after it was asked whether they may answer
+_ASKED_S = 1.0  # how long the thread looks at the others after look_after_others()
 NATIVE_S = 20.0
-"""For which a rank that is busy in native code may show no sign of life, in seconds."""
-_VANISHED = 6  # times that, after which a rank that this one waits for is taken for dead
+"""Seconds for which a rank may show no sign of life, as it may be busy in native code."""
+_VANISHED = 6  # times NATIVE_S: after so long a silence, a rank that this one waits for counts as dead
 _WHERE = "Where the ranks are:"
 
 _Place = tuple[int, ...]  # training batches begun, and other batches since
@@ -204,7 +204,7 @@ class AgreedStop:
 
 
 class FaultBoard:
-    """Tells the other ranks of this rank's failure, and tells what it watches of theirs.
+    """Tells the other ranks of this rank's failure, and tells the watched schedulers of theirs.
 
     Args:
         store: A store connection that nothing else uses.
@@ -245,12 +245,12 @@ class FaultBoard:
         self._changed = threading.Condition()
         # What follows changes under the condition.
         self._watched: list[Watched] = []  # in the order in which they came
-        self._phases: list[Callable[[], str]] = []  # those of the watched; kept after unwatch until others come
+        self._phases: list[Callable[[], str]] = []  # of the watched ones; kept after unwatch() until others come
         self._notice: FaultNotice | None = None  # another rank's failure
         self.fault: RankFailedError | None = None  # the notice as an exception
         self._act_at: float | None = None  # when the notice is to be handed on; None: nothing to do
         self._outgoing: FaultNotice | None = None
-        self._published: bool | None = None  # whether this rank's notice counts; None before the store has said
+        self._published: bool | None = None  # whether this rank's notice counts; None until the store has answered
         self._store_lost = False
         self._ready_to_leave = False  # knows of the failure, or leaves in order
         self._left = False  # has told that it leaves
@@ -294,7 +294,7 @@ class FaultBoard:
         It shares the watcher's connection: for short requests that do not block.
 
         Args:
-            name: Name of what they do; left out for what they compare next, as they run the same program.
+            name: Name of what they do. If left out, the number of the call, as all ranks run the same program.
         """
         return dist.PrefixStore(f"meetings/{name or next(self._meetings)}", self._store)
 
@@ -332,7 +332,7 @@ class FaultBoard:
         """Tell the others where this rank stands, and find out whether all ranks wait for each other forever.
 
         Args:
-            standing: Called on the watcher thread. What the training thread waits in is filled in here.
+            standing: Called on the watcher thread. The board adds what the training thread waits for.
         """
         self._standing = standing
 
@@ -443,7 +443,7 @@ class FaultBoard:
             return error
         deadline = time.monotonic() + max(timeout, 8 * self._period, silence + 3 * self._period)
         known_at = math.inf  # when all ranks were first looked at
-        broken = f"here that broke: {brief(error)}"
+        broken = f"this broke here: {brief(error)}"
         with self._asking():
             while self.fault is None and not self._store_lost:
                 if self._signs.standings():
@@ -547,7 +547,7 @@ class FaultBoard:
         self._find(RankFailedError(silent[0], cause))
 
     def _find(self, failure: RankFailedError) -> None:
-        """Another rank's failure, which it does not tell itself."""
+        """Note and publish another rank's failure, which that rank does not publish itself."""
         self._learn(FaultNotice.of(failure, by=self.rank))
         self._post(failure)
 
@@ -633,7 +633,7 @@ class FaultBoard:
         try:
             standing = self._standing()
         except Exception:  # read while the training thread changes it
-            log.debug("it could not be told where this rank stands", exc_info=True)
+            log.debug("it is not known where this rank stands", exc_info=True)
             standing = Standing()  # what was told before may not hold any more
         wait = None if standing.ended else wait_of(self._training_thread)
         if wait is not None:
@@ -680,7 +680,7 @@ class FaultBoard:
                         break_connections(group)
             if notice.patience:
                 log.error("[rank %d] %s", self.rank, fault)
-            for one in reversed(watched):  # the first one to come may give what has been sent a moment to arrive
+            for one in reversed(watched):  # the first one is last, as it may wait a moment for messages to arrive
                 try:
                     one.rank_failed(fault, notice.step)
                 except Exception:
@@ -707,7 +707,7 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
         RankFailedError: If another rank has failed. A rank that does not come back from torch is ended.
     """
     board = FaultBoard.open(rank=rank, world_size=world_size, store=store)
-    if rank < 2:  # for all, and one for the other
+    if rank < 2:  # rank 0 for all, and rank 1 in case rank 0 has died
         board.look_after_others(NATIVE_S, seconds=math.inf)
     hint = threading.Timer(_CONNECTING_S, log.warning, [connection_hint(world_size, host, port)])
     hint.name, hint.daemon = "bytescheduler-connecting", True

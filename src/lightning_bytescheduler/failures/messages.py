@@ -1,6 +1,6 @@
-"""What is sent when a rank has failed, and which errors are only a consequence of another rank's.
+"""Messages about a rank that has failed, and tests for errors that only follow from another rank's.
 
-Ranks tell each other these things as JSON on the rendezvous store. :mod:`msgspec` checks it when it is read. Unknown
+Ranks send them to each other as JSON on the rendezvous store. :mod:`msgspec` checks it when it is read. Unknown
 fields are ignored, so that ranks of different versions can still tell each other that their versions differ.
 """
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.exceptions import ByteSchedulerError, RankFailedError, RanksDivergedError
 
 RANKS_SHOWN = 16
-"""In one message."""
+"""Most ranks that one message names."""
 _CAUSE_LIMIT = 2000  # characters of an error message that are sent
 _COMMUNICATION = re.compile(r"gloo|NCCL|c10d|pair closure|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
 _TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)

@@ -210,7 +210,7 @@ def connect_to_store(store: dist.Store) -> tuple[dist.Store, StorePresence]:
         lost = presence.gone()
         presence.close()
         if lost:
-            raise store_gone(f"here that broke: {error}") from error
+            raise store_gone(f"this broke here: {error}") from error
         raise
     return dist.PrefixStore(f"bytescheduler/{name}", base), presence
 

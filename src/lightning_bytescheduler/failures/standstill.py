@@ -1,9 +1,9 @@
 """Find out, while this rank waits, whether the ranks wait for each other forever; end a process that is stuck.
 
 Ranks that train together run one program: the training thread of each hands over gradients and joins collectives of the
-default group in the same order. So the history of each rank is a prefix of the same sequence. Suppose that a rank waits
-for something which another rank reaches only after it has got what *it* waits for. Then both wait forever.
-:func:`find_standstill` looks for that; a long wait alone proves nothing.
+default group in the same order. So the history of each rank is a prefix of the same sequence. Two ranks wait forever if
+each of them waits for something that the other does only after its own wait. :func:`find_standstill` looks for that; a
+long wait alone proves nothing.
 
 :class:`VitalSigns` is for the fault board's thread. Four times a second a rank shows that it lives and where it stands.
 It looks at the others only when it has been waiting for a while itself, or when a thread asks why a collective failed.
@@ -127,7 +127,7 @@ _CERTAIN_S = 3.0  # how long ranks must have stayed where they are
 _BEATS_MISSED = 5
 _FRESH_BEATS = 8
 _LOOK_S = 0.5
-_STALL_S = 5.0  # between two looks, after which the first one says nothing of the others' silence
+_STALL_S = 5.0  # after so long a time without a look, silence since the last look proves nothing
 
 
 class Standing(StoreMessage, frozen=True, kw_only=True):
@@ -145,8 +145,8 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
         outside: Whether it waits for that outside the default group.
         ended: Whether it has left the fit.
         batches: Batches that it has begun in this fit.
-        launched_at_batch: What ``launched`` was when the last of them had begun, where Lightning begins each with a
-            collective; else 0.
+        launched_at_batch: ``launched`` as of the beginning of the last of these batches, where Lightning begins each
+            with a collective; else 0.
         epoch: The epoch it is in, or was in last.
         epoch_batches: Batches that it has begun in that epoch.
         is_last: Whether the last of these is the epoch's last.
@@ -243,7 +243,7 @@ def find_standstill(standings: Mapping[int, Standing]) -> str | None:
 
 
 def _waits_for_the_gone(one: Standing, other: Standing) -> bool:
-    """Whether the other has left the fit and never handed over the gradients that this one waits for."""
+    """Whether the other has left the fit without the gradients, or the batch, that this one waits for."""
     if not other.ended or one.ended:
         return False
     lacks_gradients = other.steps < one.awaited_step
@@ -251,7 +251,7 @@ def _waits_for_the_gone(one: Standing, other: Standing) -> bool:
 
 
 def _crossed(one: Standing, other: Standing) -> bool:
-    """Whether each waits for what the other does only afterwards."""
+    """Whether each waits for something that the other does only after its own wait."""
     if one.ended or other.ended:
         return False
     if one.awaited_step > other.steps and other.collective:
@@ -298,7 +298,7 @@ def _has_fewer(one: Standing, other: Standing) -> bool:
         return True
     if one.ended:
         return one.batches < other.has_or_begins
-    same = one.is_last and not one.outside and one.epoch == other.epoch  # outside, it begins the last one
+    same = one.is_last and not one.outside and one.epoch == other.epoch  # outside, it has not begun the last one yet
     return same and one.epoch_batches < other.epoch_batches + other.begins_batch
 
 
@@ -309,7 +309,7 @@ class Wait(NamedTuple):
         collective: Its name.
         begins_batch: Whether it is called before each batch.
         outside: Whether it belongs to another group, and the batch that it begins has been counted already. Where
-            buffers are sent late, a validation may begin there too; it counts as the last batch before it.
+            buffers are sent late, a validation may begin there too, and counts as the batch before it.
     """
 
     collective: str
@@ -348,8 +348,8 @@ def break_connections(group: dist.ProcessGroup) -> None:
     """Wake all threads that wait for a message on ``group``, here and on other ranks. The group is useless afterwards.
 
     Gloo cannot call off a message, but it closes all connections of a group when a message did not come in time. It
-    does not do so when its own connection has ended before, as that to a rank that is gone. So messages of all ranks
-    are tried.
+    does not if the message's own connection has already ended, as that to a dead rank. So a message of each rank is
+    tried.
     """
     for distance in range(1, group.size()):
         peer = (group.rank() + distance) % group.size()
@@ -433,7 +433,7 @@ class VitalSigns:
     def silent(self, at_least: float = 0.0) -> list[int]:
         """Ranks that missed five beats since they were looked at, and showed none for ``at_least`` seconds.
 
-        Those that have left in order give none.
+        Ranks that have left in order do not count.
         """
         patience = max(_BEATS_MISSED * self._period, at_least)
         return [

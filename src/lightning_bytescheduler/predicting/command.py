@@ -27,7 +27,7 @@ _OF_PROFILES = ("profile", "compute")
 _OF_MODULES = ("device", "precision", "steps")
 _OF_LINKS = ("workers", "bandwidth", "latency")
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true", "32", "16", "bf16", "64")
-_GPT = ("gpt", "gpt2", "gpt2small")  # which `transformer` is
+_GPT = ("gpt", "gpt2", "gpt2small")  # other names of `transformer`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "target",
         nargs="?",
         metavar="MODULE:NAME",
-        help="what is measured, where no --profile is given: a function that returns a LightningModule, or one and its "
-        "data (a DataLoader or LightningDataModule); or "
-        "a LightningModule class that is made without arguments. Such as train.py:make or my_project.train:make",
+        help="the training to measure, if there is no --profile: a function that returns a LightningModule, or a pair "
+        "of one and its data (a DataLoader or LightningDataModule), or a LightningModule class without arguments; "
+        "such as train.py:make or my_project.train:make",
     )
     add(
         "--profile",
@@ -55,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "networks and sizes)",
     )
     add("--workers", type=int, metavar="N", help="how many workers train together (required)")
-    add("--bandwidth", "--link", metavar="RATE", help=f"of each worker's link, each way, such as {RATES} (required)")
-    add("--latency", metavar="TIME", help=f"of one hop, half of what ping shows (default: 0), such as {TIMES}")
-    add("--device", metavar="DEVICE", help="cpu, cuda or such as cuda:1 (default: cuda if there is one)")
+    add("--bandwidth", "--link", metavar="RATE", help=f"rate of each worker's link, each way: {RATES} (required)")
+    add("--latency", metavar="TIME", help=f"time of one hop, half of what ping shows, such as {TIMES} (default: 0)")
+    add("--device", metavar="DEVICE", help="cpu, cuda or one GPU, such as cuda:1 (default: cuda if there is one)")
     add(
         "--precision",
         choices=_PRECISIONS,
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Do what the command was asked to do.
+    """Predict, and write the files that were asked for.
 
     Args:
         options: The parsed arguments.

@@ -382,7 +382,7 @@ class StepWatch(pl.Callback):
         self._moments, self._first_use, self._gradient = [now], {}, {}
 
     def on_before_backward(self, *_: Any) -> None:
-        """Note the end of the forward pass, and stop watching it: what is recomputed is not used first."""
+        """Note the end of the forward pass, and stop watching it: a recomputation is no first use."""
         self._moments.append(self._clock.moment())
 
     def on_after_backward(self, *_: Any) -> None:

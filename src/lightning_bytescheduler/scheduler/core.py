@@ -83,7 +83,7 @@ class ByteCore:
         self._launching = threading.Lock()
         self._launcher: int | None = None  # id of the thread that holds the launching lock
         self._woken = False  # there may be work for the dispatcher
-        self._look_again = False  # a thread has found the launching lock taken
+        self._look_again = False  # a thread asks for a launch, and no launching thread has looked since
         self._open_tasks: dict[int, CommTask] = {}  # enqueued and not concluded, in order of arrival
         self._in_flight: set[SubCommTask] = set()  # includes immediate ones, which take no credit
         self._in_flight_size = 0

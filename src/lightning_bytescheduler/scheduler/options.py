@@ -1,6 +1,6 @@
 """The scheduler's options: arguments first, then the environment variables of the published ByteScheduler.
 
-Sizes are in parameters and variables have their meaning, as in the published ByteScheduler.
+As in the published ByteScheduler, sizes are in parameters. The variables have the same meaning as there.
 
 A policy sets the order and the pieces in which gradients travel:
 
@@ -170,8 +170,8 @@ class SchedulerOptions:
             policy: Has no variable.
             tuning: ``"credit"``, ``"partition"``, ``"both"`` or ``False``; overrides ``BYTESCHEDULER_CREDIT_TUNING``
                 and ``BYTESCHEDULER_PARTITION_TUNING``. Without any of them, the credit is tuned if the mode is
-                ``"auto"`` and the argument ``credit`` was left out; ``BYTESCHEDULER_CREDIT`` alone is the start, as
-                published.
+                ``"auto"`` and the argument ``credit`` was left out; tuning then starts at ``BYTESCHEDULER_CREDIT``, if
+                set, as published.
             environ: Environment variables; the process's own if ``None``.
 
         Raises:

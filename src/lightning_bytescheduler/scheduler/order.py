@@ -56,8 +56,8 @@ class LaunchOrder(Protocol):
         """Claim and return the ready sub-task to start next, or return ``None`` if there is none.
 
         Args:
-            credit_left: Whether it may be one that takes credit.
-            overtaking: Without credit left: it may be one that is more urgent than this priority.
+            credit_left: Whether a sub-task that takes credit may start.
+            overtaking: Without credit left, one that is more urgent than this priority may start.
         """
 
     def decided(self, batch: Sequence[SubCommTask]) -> None:
@@ -194,8 +194,8 @@ class AnnouncedOrder:
         """Claim and return the next announced sub-task if its data is complete here.
 
         Args:
-            credit_left: Whether it may be one that takes credit.
-            overtaking: Not ``None`` if an overtaking sub-task may go without credit; the deciding rank has chosen it.
+            credit_left: Whether a sub-task that takes credit may start.
+            overtaking: Not ``None`` if an overtaking one may start without credit; the deciding rank has chosen it.
 
         Raises:
             LaunchOrderError: If the decision does not fit the task with its key on this rank.

@@ -112,7 +112,7 @@ class SubCommTask:
         self.parent._mark_ready(self)
 
     def claim(self) -> bool:
-        """Choose this part to be sent next; called by orders. Once claimed, it is sent even if its task fails.
+        """Choose this part to be sent next, for orders. It is then sent even if its task fails, unless the core stops.
 
         Returns:
             Whether it was ready and not claimed.
@@ -360,7 +360,7 @@ class CommTask:
     def fail(self, error: BaseException) -> None:
         """End the task with ``error``; unsent sub-tasks fail with it. Does nothing if it has ended.
 
-        Claimed sub-tasks are still sent, as other ranks may have been told to expect them.
+        Claimed sub-tasks are still sent, unless the core stops, as other ranks may have been told to expect them.
         """
         with self._lock:
             decided = self._decide(error)

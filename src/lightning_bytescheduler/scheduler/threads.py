@@ -1,9 +1,9 @@
 """The threads of communication: how they start, and how they get the processor and the interpreter quickly.
 
-If every core computes, a thread that a message wakes waits for a computing thread's turn to end, some milliseconds. A
-partition needs several such wake-ups on each rank, which can cost far more than its transfer.
+If every core computes, a thread that a message wakes waits some milliseconds, until a computing thread's turn ends. A
+partition needs several wake-ups on each rank, and these waits can take far longer than its transfer.
 
-From Linux 6.12 a thread of the ordinary policy may ask for shorter turns without privileges: it runs as soon as it
+From Linux 6.12 a thread of the ordinary policy may ask for shorter turns without privileges: it then runs as soon as it
 wakes, and its share of the processor is unchanged (``sched_setattr(2)``, ``sched_runtime``). On other systems nothing
 happens.
 
@@ -33,7 +33,7 @@ _CALLS = {"x86_64": (314, 315), "aarch64": (274, 275), "riscv64": (274, 275)}  #
 
 
 def prefer_short_turns() -> bool:
-    """Ask for short turns for the calling thread and the threads that it will start.
+    """Ask for short turns for the calling thread and for threads that it starts later.
 
     Returns:
         Whether the kernel accepted; ``False`` on other systems, older kernels and under real-time policies.
@@ -68,7 +68,7 @@ class WorkThread:
         self._thread: threading.Thread | None = None
 
     def put(self, work: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
-        """Do ``work`` in its turn, or call ``fail`` with the reason why not; one thread at a time calls this."""
+        """Do ``work`` in its turn; call ``fail`` if it or earlier work raises. One thread at a time calls this."""
         if self._thread is None:
             self._thread = start_thread(self._name, self._run)
         self._works.put((work, fail))
@@ -102,7 +102,7 @@ class WorkThread:
 
 @contextmanager
 def short_turns() -> Iterator[None]:
-    """Give short turns to threads started within, such as those of a process group, but not to the caller."""
+    """Give short turns to threads started within this context, such as a process group's, but not to the caller."""
     before = _ask_for(_SHORT)
     try:
         yield

@@ -5,8 +5,8 @@ workers occupies that link for ``2(n-1)/n × s/bandwidth``: a reduce-scatter and
 ring, whose ``2(n-1)`` hops follow each other. It also has a *latency*: its hops take time in which the link is free for
 other collectives in flight. So a window that covers bandwidth × latency hides it.
 
-Where gradients are compressed, each rank compresses each one once (others' shards as they are, its own when it is
-summed) and reads it twice (what it sums, and all sums). Codecs work beside the link and beside the training, so a byte
+Where gradients are compressed, each rank encodes each one once (others' shards before the sum, its own shard after it)
+and decodes it twice (what it sums, and all sums). Codecs work beside the link and beside the training, so a byte
 takes as long as the slower of link and codecs. On a processor with other work they take longer than modelled.
 
 Limits: workers are alike, links are dedicated, and there is no congestion or loss. Parameter servers are not modelled.
@@ -75,7 +75,7 @@ class Codec(NamedTuple):
 
     Attributes:
         ratio: How many times smaller fp32 gradients get.
-        seconds_per_byte: Of fp32 gradient, on one core of each rank: compressed once, with error feedback, read twice.
+        seconds_per_byte: Per byte of fp32 gradients, on one core: encoded once with error feedback, decoded twice.
     """
 
     ratio: float
@@ -87,7 +87,7 @@ CODECS = {"int8": Codec(3.94, 0.83e-9), "int4": Codec(7.53, 1.14e-9)}
 
 
 def compressed_link(link: LinkModel, codec: Codec) -> LinkModel:
-    """A link on which gradients as they are take as long as compressed ones on ``link``."""
+    """Return a link on which uncompressed gradients take as long as compressed ones on ``link``."""
     exact = link.seconds_per_byte
     if not exact:
         return link
@@ -112,7 +112,7 @@ _TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 
 
 def require_rate(option: str, value: object) -> float:
-    """Bytes per second: a number of them, or a text such as ``10Gbit/s``.
+    """Return bytes per second, given as a number, or as a text such as ``10Gbit/s``.
 
     Raises:
         OptionError: If it is no rate above 0, or could be in bits or in bytes; names ``option``.
@@ -126,7 +126,7 @@ def require_rate(option: str, value: object) -> float:
 
 
 def require_duration(option: str, value: object) -> float:
-    """Seconds: a number of them, or a text such as ``20ms``.
+    """Return seconds, given as a number, or as a text such as ``20ms``.
 
     Raises:
         OptionError: If it is no time, 0 or more; names ``option``.
@@ -147,12 +147,12 @@ def _in_units(text: str, units: Mapping[str, float]) -> float | None:
 
 
 def rate_in_words(bandwidth: float) -> str:
-    """For example ``500 Mbit/s``, of bytes per second."""
+    """Return bytes per second as a text such as ``500 Mbit/s``."""
     rate = bandwidth * 8
     unit, size = next((u, s) for u, s in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 0.0)) if rate >= s)
     return f"{rate / (size or 1e3):,.4g} {unit}"
 
 
 def duration_in_words(seconds: float) -> str:
-    """For example ``0.2 ms``, or ``5 µs`` where that is little."""
+    """Return a text such as ``0.2 ms``, or ``5 µs`` for a short time."""
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 or not seconds else f"{seconds * 1e6:.3g} µs"

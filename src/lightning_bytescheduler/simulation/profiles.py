@@ -2,7 +2,7 @@
 
 A profile (:class:`ModelProfile`) has the layers in the order of the forward pass. Their times are those of one worker.
 
-Well-known networks (:func:`network_profile`) are to plan with before there is a model to measure. Their layer sizes are
+Well-known networks (:func:`network_profile`) are for planning before there is a model to measure. Their layer sizes are
 the real ones (fp32). Times are not measured: a layer's share of the step is its share of the multiply-adds, and
 backward takes twice as long as forward. Scale them to your hardware by :meth:`ModelProfile.scaled_to`, with the time of
 a step on one worker.
@@ -22,7 +22,7 @@ from lightning_bytescheduler.checks import (
 )
 from lightning_bytescheduler.exceptions import OptionError
 
-_COMPUTE_SECONDS = 0.2  # of a network's step; any hardware, some batch
+_COMPUTE_SECONDS = 0.2  # of a network's step, for no particular hardware or batch
 _BYTES = 4
 _UNIFORM_LAYERS = 20
 _Layer = tuple[str, int, float]  # name, parameters, multiply-adds per sample
@@ -133,11 +133,11 @@ def network_profile(name: str) -> ModelProfile:
 
 
 def profile_of_size(name: str, parameters: int) -> ModelProfile:
-    """Equal layers, twenty where there are enough parameters, with a step of 200 ms.
+    """Return a profile of equal layers, twenty if there are enough parameters, with a step of 200 ms.
 
     Args:
-        name: Of the model.
-        parameters: How many it has, at least 1.
+        name: The model's name.
+        parameters: Its number of parameters, at least 1.
 
     Raises:
         OptionError: If there are none.
@@ -148,7 +148,7 @@ def profile_of_size(name: str, parameters: int) -> ModelProfile:
 
 
 def _profile(name: str, layers: Sequence[_Layer]) -> ModelProfile:
-    """A layer's share of the step is its share of the multiply-adds, and backward takes twice as long as forward."""
+    """Make a profile. A layer's share of the step is its share of multiply-adds; backward takes twice as long."""
     work = sum(multiply_adds for _, _, multiply_adds in layers)
     return ModelProfile(
         name=name,
@@ -209,7 +209,7 @@ def _resnet50() -> list[_Layer]:
 def _transformer() -> list[_Layer]:
     """GPT-2 small with sequences of 1024 tokens: 124 million parameters.
 
-    The output layer shares the embedding's weights, so they are needed first and final last.
+    The output layer shares the embedding's weights, so these are needed first, and their gradient is complete last.
     """
     width, vocabulary, length = 768, 50257, 1024
     layers: list[_Layer] = [("embedding", (vocabulary + length) * width, 0.0)]
@@ -236,4 +236,4 @@ NETWORKS: dict[str, Callable[[], list[_Layer]]] = {
     "transformer": _transformer,
     "uniform": _uniform,
 }
-"""The networks there are profiles of."""
+"""Networks with a profile, by name."""

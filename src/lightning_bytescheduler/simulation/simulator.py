@@ -6,7 +6,7 @@ in the order of launch, arrive a latency later and return their credit. A layer'
 When gradients are sent is a :class:`Schedule`: DDP's, or one that is compared with it.
 
 Workers are alike, so that one stands for all, and the time a simulation takes does not depend on their number.
-Deterministic. What happens at one moment is all seen before anything is launched at that moment.
+Deterministic. All events of a moment are handled before anything is launched at that moment.
 
 Limits: compute is not slowed by communication, and updates take no time.
 
@@ -89,9 +89,8 @@ class Schedule:
             large; a layer is never split. ``None`` leaves each layer on its own.
         first_bucket_bytes: The same for the first bucket; ``None`` makes it like the others.
         partition_bytes: Largest piece sent at once; ``None`` sends buckets whole.
-        credit_bytes: A piece is sent only while what is in flight is less than this, so at least one always
-            may; of those that wait, what the forward pass needs first goes first. ``None`` sends everything as it
-            comes.
+        credit_bytes: A piece is sent only while less than this is in flight, so one piece always may be. Of the waiting
+            pieces, the one that the forward pass needs first is sent first. ``None`` sends pieces as they come.
         barrier: The forward pass waits for everything.
     """
 
@@ -149,7 +148,7 @@ def simulate(profile: ModelProfile, link: LinkModel, schedule: Schedule) -> floa
 
 
 class _Piece(NamedTuple):
-    """Of those that wait, the least goes first."""
+    """A piece of a bucket. Of the waiting pieces, the least one is launched first."""
 
     urgency: int
     number: int
@@ -165,7 +164,7 @@ class _Simulation:
         self._free_at = 0.0  # the link
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()  # what was said first is first, and callables are not compared
+        self._numbers = itertools.count()  # ties keep the order of scheduling, and callables are not compared
         # Communication.
         buckets = list(schedule.buckets(profile))
         self._opens_with = {layer: bucket.priority for bucket in buckets for layer in bucket.layers}
@@ -258,7 +257,7 @@ def ddp_bound(profile: ModelProfile, link: LinkModel) -> float:
 
 
 def _prefixes(profile: ModelProfile, link: LinkModel) -> Iterator[tuple[float, float]]:
-    """Of layers 1 to k, for each k with parameters: when all can have arrived, and the forward pass from k on."""
+    """For each layer k with parameters: when layers 1 to k can have arrived, and the forward time from k on."""
     release, tail, size = profile.backward_seconds, profile.forward_seconds, 0
     for layer in profile.layers:
         size += layer.parameter_bytes

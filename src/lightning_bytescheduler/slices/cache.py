@@ -4,7 +4,7 @@ A slice is one file, complete or absent: it is written under another name, synce
 shared lock on it; files without a lock may be deleted.
 
 Adding and deleting files needs the folder's lock, which is held for a listing, never for a transfer. All locks are the
-kernel's and end with their process, so no process waits for a dead one, and an incomplete file without a lock is a
+kernel's and end with their process. So no process waits for a dead one, and an incomplete file without a lock is a
 leftover. Lock order: the folder's, then a file's; a file's lock is never waited for.
 """
 
@@ -36,7 +36,7 @@ _POLL_SECONDS = 0.002
 
 
 class CacheFull(Exception):
-    """A slice cannot be in the cache now, as slices in use fill it; it can be read without the cache."""
+    """The cache has no room for a slice now, as slices in use fill it. The slice can be read without the cache."""
 
 
 class DiskFailed(CacheFull):
@@ -83,11 +83,11 @@ class SliceCache:
             descriptor = os.open(self.path_of(slice_), os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
-        # A process locks a file before deletion, so either the file stays or its deletion is seen here.
+        # A process locks a file before it deletes it. So either the file stays, or its deletion is seen here.
         if not lock_file(descriptor, exclusive=False) or os.fstat(descriptor).st_nlink == 0:
             os.close(descriptor)
             return None
-        os.utime(descriptor)  # the time of its last use
+        os.utime(descriptor)  # notes the time of last use
         cached = CachedSlice(descriptor, slice_)
         if os.fstat(descriptor).st_size == slice_.size:
             return cached
@@ -138,12 +138,12 @@ class SliceCache:
                 path.unlink()
 
     def make_room(self, size: int) -> bool:
-        """Delete unused slices if the disk is full before the limit is reached; returns whether any was deleted."""
+        """Delete unused slices, as the disk is full before the cache's limit; returns whether any was deleted."""
         with self.locked():
             return self._evict(size, partly=True) > 0
 
     def _evict(self, excess: int, *, partly: bool = False) -> int:
-        """Delete slices, longest unused first, for ``excess`` bytes; none if slices in use prevent that."""
+        """Delete slices of ``excess`` bytes in all, longest unused first; none if slices in use prevent that."""
         unused, freed = [], 0
         with ExitStack() as held:
             for path, size, _ in sorted(self._files(_COMPLETE), key=lambda file: file[2]):
@@ -166,7 +166,7 @@ class SliceCache:
         return self.folder / f"{slice_.name}{_COMPLETE}"
 
     def partial_of(self, slice_: Slice) -> Path:
-        """Path of a slice while it is written, which says how large it will be."""
+        """Path of a slice while it is written; its name has the final size."""
         return self.folder / f"{slice_.name}-{slice_.size}{_PARTIAL}"
 
     @contextmanager
@@ -186,8 +186,8 @@ class SliceCache:
             lock_file(descriptor, exclusive=True)
         except OSError as error:
             raise UnsupportedError(
-                f"The file system of {self.folder} has no file locks ({error}), which the cache of slices is shared "
-                "by: choose a folder on a disk of this machine."
+                f"The file system of {self.folder} has no file locks ({error}), which the cache of slices needs. "
+                "Choose a folder on a disk of this machine."
             ) from error
         finally:
             os.close(descriptor)
@@ -220,7 +220,7 @@ class GrowingSlice:
         return os.fstat(self._descriptor).st_ino
 
     def close(self) -> None:
-        """Close the file, which allows deletion of the slice; chunks in use stay valid."""
+        """Close the file, so that the slice may be deleted; chunks in use stay valid."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -233,7 +233,7 @@ class CachedSlice(GrowingSlice):
         """Yield verified chunks from number ``first`` on, in mapped memory; see ``Slice.right_chunks``."""
         if not self.slice.size:
             return 0
-        # Private: a reader may write to its chunks without effect on the file or other readers.
+        # A private mapping: a reader that writes to its chunks changes neither the file nor other readers' chunks.
         content = memoryview(mmap.mmap(self._descriptor, self.slice.size, access=mmap.ACCESS_COPY))
         return (yield from self.slice.right_chunks(content, first, together=together))
 
@@ -268,7 +268,7 @@ class SliceWriter(GrowingSlice):
             view = view[length:]
 
     def commit(self) -> CachedSlice:
-        """Make the slice durable and visible; it stays open, and so in the cache.
+        """Make the slice durable and visible. It stays open, and so stays in the cache.
 
         Raises:
             DiskFailed: If that fails.
@@ -292,7 +292,7 @@ class SliceWriter(GrowingSlice):
         """Delete what was written; does nothing after a commit."""
         if self._descriptor < 0:
             return
-        # Where that fails, the file is a leftover once it is closed, which the next process deletes.
+        # If that fails, the closed file is a leftover, which the next process deletes.
         with suppress(OSError), self._cache.locked():
             self._cache.partial_of(self.slice).unlink(missing_ok=True)
         self.close()
@@ -309,7 +309,7 @@ def lock_file(descriptor: int, *, exclusive: bool) -> bool:
 
 @contextmanager
 def _unused(path: Path) -> Iterator[bool]:
-    """Lock a file against use; tells whether no process uses it."""
+    """Lock a file against use; yields whether it is unused."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         yield lock_file(descriptor, exclusive=True)

@@ -154,7 +154,7 @@ def require_seed(option: str, value: object) -> None:
 
 def _permutation(count: int, seed: int, epoch: int, *, stream: int) -> npt.NDArray[np.int64]:
     key = np.array([seed, epoch], dtype=np.uint64)
-    # Each stream has 2**128 of the generator's 2**256 numbers.
+    # Each stream has 2**128 of the generator's 2**256 counters.
     counter = np.array([0, 0, stream, 0], dtype=np.uint64)
     numbers = np.random.Philox(key=key, counter=counter).random_raw(count)
     return np.argsort(numbers, kind="stable").astype(np.int64, copy=False)

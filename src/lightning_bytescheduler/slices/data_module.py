@@ -36,7 +36,7 @@ from lightning_bytescheduler.slices.training import (
 )
 from lightning_bytescheduler.slices.urls import require_protocols, require_storage_options, takes
 
-_FEW_SKIPPED, _READ_FOR_A_SKIPPED = 10, 100  # beyond the first few, how many must have been read for each
+_FEW_SKIPPED, _READ_FOR_A_SKIPPED = 10, 100  # skipped samples that are allowed; beyond them, one in so many read
 
 _SPLITS = {
     "fit": ("train", "val"),
@@ -75,7 +75,7 @@ class SliceDataModule(pl.LightningDataModule):
         test: Test data.
         predict: Prediction data.
         batch_size: Samples of a batch; a list has one number for each rank. If the strategy shares batches out, it is
-            one number: times the ranks, or of all ranks, depending on the strategy.
+            one number: for each rank, or for all ranks together, depending on the strategy.
         eval_batch_size: The same for validation, test and prediction; ``None`` means ``batch_size``.
         num_workers: Processes of each rank that read. Each makes only the samples of its own batches, but a ``reader``
             makes all of a slice: leave decoding to ``transform``. They live from epoch to epoch, until ``teardown``.
@@ -91,8 +91,8 @@ class SliceDataModule(pl.LightningDataModule):
             limit, by default 10 GiB; ``None`` is the user's folder for caches.
         on_bad_sample: What to do about a sample that cannot be decoded, or whose transform raises: ``"raise"`` a
             ``BadSampleError`` that names it, or ``"skip"``, which repeats another one in its place and warns. Beyond
-            the first ten, more than one in a hundred are an error; a sample counts once, in whatever epochs it is
-            left out.
+            the first ten, more than one in a hundred are an error; a sample counts once, even if several epochs leave
+            it out.
         timeout: Seconds that a source may be unavailable.
 
     Attributes:
@@ -124,7 +124,7 @@ class SliceDataModule(pl.LightningDataModule):
         timeout: float = 60.0,
     ) -> None:
         super().__init__()
-        self._urls: dict[str, tuple[str, ...]] = {}  # of the splits that there are
+        self._urls: dict[str, tuple[str, ...]] = {}  # of the given splits
         self._weights: tuple[float, ...] | None = None
         if train is not None:
             self._urls["train"], self._weights = require_mixture("train", train)
@@ -280,7 +280,7 @@ class SliceDataModule(pl.LightningDataModule):
             self.trainer.callbacks.insert(0, SliceSteps(self, own))  # type: ignore[attr-defined]
             if self._host is None:
                 # An epoch that is resumed in the middle, or whose slices were quarantined, has another number of steps
-                # than the next one. Lightning asks each new loader, which costs nothing until its first batch.
+                # than the next one. Lightning asks each new loader for it, which costs nothing until the first batch.
                 self.trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
 
     def _mixed(self, weights: Sequence[float]) -> Mixture:
@@ -334,7 +334,7 @@ class SliceDataModule(pl.LightningDataModule):
             batch_sizes = batch_sizes_of("batch_size", self.batch_size, ranks)
             require_same(
                 self.trainer, "num_workers", str(self._loads.keywords["num_workers"])
-            )  # as they get parts of one batch
+            )  # as ranks of a worker get parts of one batch
         else:
             batch_sizes = (batch_sizes_of("batch_size", self.batch_size, host.workers)[host.worker],)
             rank = 0  # of its own world, whatever its number among all workers
@@ -347,7 +347,7 @@ class SliceDataModule(pl.LightningDataModule):
     # ------------------------------------------------------------------ loaders
 
     def train_dataloader(self) -> SliceLoader:
-        """Batches of what is left of the current epoch."""
+        """The remaining batches of the current epoch."""
         self.training.open(self.trainer)
         return self._loader("train", self.training)
 

@@ -1,20 +1,20 @@
-"""The batches of ranks that step together, and the position in an epoch: pure, and the same on every rank.
+"""The batches of ranks that step together, and the position in an epoch; computed alike on every rank, without I/O.
 
 Each rank holds the slice that it reads and some that come next, and takes its part of a batch from them. A rank that
 needs more gets the next slice in the epoch's order, so a rank with larger batches gets more of them. When none is left,
-it takes over the last part of what another rank holds, the one that would take the longest: as much as fits the parts
-of both, whole slices if possible. So ranks read different slices, except at the end of an epoch, and each sample is
-taken once.
+it takes over samples from the end of what another rank holds: the rank that would take longest, and as many as fit both
+ranks' parts, in whole slices if possible. So ranks read different slices, except at the end of an epoch, and each
+sample is taken once.
 
-A *mixture* has such a pool for each of its sources. Which source each sample of an epoch is of follows from its number
-and the shares alone, so that shares hold in any window of the batches of all ranks, and after any change of ranks and
+A *mixture* has such a pool for each of its sources. The source of each sample of an epoch follows from the sample's
+number and the shares alone. So shares hold in any window of the batches of all ranks, and after any change of ranks and
 batch sizes.
 
-How many samples each rank takes in a step follows from what is left and the batch sizes, or comes from a strategy that
-shares batches out. All ranks know the numbers of all ranks, so each computes the same assignment without messages.
+The number of samples that each rank takes in a step follows from the rest and the batch sizes, or a strategy sets it.
+All ranks know the numbers of all ranks, so each computes the same assignment without messages.
 
-*Batches are drawn before they are trained on*, by a loader whose processes read ahead. So a pass draws from a copy; the
-position takes the same numbers again, batch by batch, when they have been trained on.
+*Batches are drawn before they are trained on*, by a loader whose processes read ahead. So a pass draws from a copy of
+the position. The position itself takes the same numbers, batch by batch, after they were trained on.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from lightning_bytescheduler.slices.options import LEAST_SHARE
 from lightning_bytescheduler.slices.tracker import read_state
 
 SLICES_AHEAD = 8
-"""Number of following slices that a batch names; no more are prefetched."""
+"""Most following slices that a batch names; no more are prefetched."""
 
-_HELD = 1 + SLICES_AHEAD  # slices, so that the next ones can be fetched
+_HELD = 1 + SLICES_AHEAD  # slices that a rank holds: the one it reads, and those to fetch
 _VERSION = 5
 
 
@@ -53,7 +53,7 @@ class SampleRun(NamedTuple):
 
 
 class SliceBatch(NamedTuple):
-    """The contents of a batch; small, as it is sent to the process that reads it."""
+    """The contents of a batch: small, as they are sent to the process that reads."""
 
     epoch: int
     runs: tuple[SampleRun, ...]
@@ -61,12 +61,12 @@ class SliceBatch(NamedTuple):
 
 
 class ReadReport(NamedTuple):
-    """What a reader reports with each batch; only primitives, as it is sent between processes.
+    """A reader's report with each batch: only primitives, as it is sent between processes.
 
     Attributes:
         cost: Cost of reading since the last report, by the names of ``SliceStatistics``; zeros are left out.
-        is_empty: Whether no sample could be read, so that there is no batch.
-        skipped: Samples that were left out: the key of the slice, the number in it, and what is wrong in words.
+        is_empty: Whether there is no batch, as no sample could be read.
+        skipped: Samples that were left out: slice key, number in the slice, and the reason in words.
     """
 
     cost: dict[str, float]
@@ -81,7 +81,7 @@ def samples_in(runs: Iterable[SampleRun]) -> int:
 
 
 def cut_runs(runs: deque[SampleRun], samples: int) -> tuple[SampleRun, ...]:
-    """Take ``samples`` samples from the beginning of runs, which must have as many."""
+    """Take ``samples`` samples from the beginning of runs, which must hold at least as many."""
     found = []
     while samples:
         run = runs.popleft()
@@ -94,11 +94,11 @@ def cut_runs(runs: deque[SampleRun], samples: int) -> tuple[SampleRun, ...]:
 
 
 class EpochPosition(NamedTuple):
-    """What is left of a source in an epoch.
+    """The rest of a source in an epoch.
 
     Attributes:
         dealt: Number of slices, in the epoch's order, that have been given out.
-        held: What each rank holds.
+        held: The runs that each rank holds.
     """
 
     dealt: int = 0
@@ -106,7 +106,7 @@ class EpochPosition(NamedTuple):
 
 
 class EpochPool:
-    """Hands out what is left of a source in an epoch.
+    """Hands out the rest of a source in an epoch.
 
     Args:
         samples: Samples of each slice of the catalogue; 0 leaves a slice out.
@@ -124,7 +124,7 @@ class EpochPool:
         self._order, self._samples = order[samples[order] > 0], samples
         self._dealt = position.dealt
         self._held = [deque(own) for own in position.held]
-        if len(self._held) != ranks:  # others go on with what these held
+        if len(self._held) != ranks:  # another number of ranks: deal the held runs out again
             runs = [run for own in position.held for run in own]
             self._held = [deque(runs[rank::ranks]) for rank in range(ranks)]
         self._counts = [samples_in(own) for own in self._held]
@@ -138,7 +138,7 @@ class EpochPool:
         return EpochPosition(self._dealt, tuple(tuple(own) for own in self._held))
 
     def slices_of(self, rank: int, most: int) -> list[int]:
-        """Return indices of the slices that a rank will read next, if it reads so many samples at most."""
+        """Return indices of the slices that a rank reads next, within its next ``most`` samples."""
         before = itertools.accumulate((run.stop - run.start for run in self._held[rank]), initial=0)
         return [run.slice_index for run, start in zip(self._held[rank], before, strict=False) if start < most]
 
@@ -146,7 +146,7 @@ class EpochPool:
         """Take a batch.
 
         Args:
-            sizes: Samples of each rank, in all no more than are left.
+            sizes: Samples of each rank; in all at most :attr:`left`.
 
         Returns:
             The runs of each rank, in its order.
@@ -176,7 +176,7 @@ class EpochPool:
         self._counts[rank] += run.stop - run.start
 
     def _take_over(self, rank: int, sizes: Sequence[int]) -> None:
-        # As there are enough samples for all, some ranks have more than their part of this batch and can give that.
+        # As there are enough samples for all, some ranks hold more than their part of this batch and can give it.
         others = [other for other in range(len(sizes)) if other != rank and self._counts[other] > sizes[other]]
         slowest = max(others, key=lambda other: (self._counts[other] / max(sizes[other], 1), -other))
         both, spare = sizes[rank] + sizes[slowest], self._counts[slowest] - sizes[slowest]
@@ -196,16 +196,16 @@ class EpochPool:
 
 
 class Mixture:
-    """Which source each sample of an epoch comes from: one after the other the source that is most behind its share.
+    """The source of each sample of an epoch: always the source that is furthest behind its share.
 
-    So no source is a sample ahead of its share of the first samples of an epoch, whatever their number.
+    So after any number of samples, no source is a whole sample ahead of its share.
 
     Args:
-        weights: Of each source, in any unit; shares are rounded to one in 10,000.
-        source_of: Number of its source, for each slice of a catalogue.
+        weights: The weight of each source, in any unit; shares are rounded to one in 10,000.
+        source_of: The number of the source, for each slice of a catalogue.
 
     Attributes:
-        shares: Samples of each source, of as many as they are together.
+        shares: Samples of each source in a period, which is as long as their sum.
         source_of: As given.
     """
 
@@ -222,14 +222,14 @@ class Mixture:
             self._counts[number + 1, behind.argmax()] += 1
 
     def counts(self, samples: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return how many of the first samples of an epoch are of each source; a row for each number of samples."""
+        """Return how many of an epoch's first samples are of each source; a row for each given number of samples."""
         numbers = np.array(samples, np.int64)
         return numbers[:, None] // self._period * self._shares + self._counts[numbers % self._period]
 
     def samples(self, totals: Sequence[int]) -> int:
-        """Return the samples of an epoch, which ends when a source is used up, from the samples of each source.
+        """Return the number of samples until a source is used up, from the samples of each source.
 
-        Without any sample of a source there is no epoch.
+        It is 0, and there is no epoch, if a source has no sample.
         """
         if not all(totals):
             return 0
@@ -242,7 +242,7 @@ class Mixture:
 
 
 class MixedPool:
-    """Hands out what is left of an epoch whose samples are of several sources, with a pool for each.
+    """Hands out the rest of an epoch whose samples are of several sources, with a pool for each.
 
     Args:
         mixture: The sources and their shares.
@@ -253,7 +253,7 @@ class MixedPool:
 
     Attributes:
         left: Samples that are left of the epoch.
-        empty: The first source without a sample, if there is one: there is no epoch.
+        empty: The first source without a sample, if any; there is no epoch then.
     """
 
     def __init__(
@@ -302,8 +302,8 @@ class MixedPool:
 def step_sizes(left: int, batch_sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the samples of each rank in the next step.
 
-    Steps are full if that leaves each rank a sample in the last one; otherwise earlier ones are smaller. If there are
-    fewer samples than ranks in all, the last ranks get none.
+    Steps are full if that leaves a sample for each rank in the last step; otherwise earlier steps are smaller. If fewer
+    samples than ranks are left in all, the last ranks get none.
 
     Args:
         left: Samples of all remaining steps.
@@ -324,18 +324,18 @@ def step_sizes(left: int, batch_sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 class EpochLeft:
-    """What is left of an epoch. Batches are drawn ahead; they count when they were trained on.
+    """The rest of an epoch. Batches are drawn ahead; they count once they were trained on.
 
     Args:
         pool: At the position where this begins.
         batch_size: Samples of a full batch of all ranks.
-        is_restored: Whether that is in the middle of the epoch.
+        is_restored: Whether that position is in the middle of the epoch.
 
     Attributes:
         samples: Samples that were left there.
-        steps: Steps that these are.
-        taken: Steps of them that were trained on.
-        pool: Where a checkpoint goes on: at the beginning of an unfinished step, as it lacks that one's gradients.
+        steps: Steps that these samples make.
+        taken: Those of the steps that were trained on.
+        pool: The position of a checkpoint: before an unfinished step, as a checkpoint lacks its gradients.
     """
 
     def __init__(self, pool: MixedPool, batch_size: int, *, is_restored: bool) -> None:
@@ -367,7 +367,7 @@ class EpochLeft:
             yield pool, own, pool.take(own)
 
     def count(self, unfinished: int) -> None:
-        """Count the next drawn batch as trained on; with it, so many are of an unfinished step."""
+        """Count the next drawn batch as trained on; ``unfinished`` batches then belong to an unfinished step."""
         if len(self._drawn) <= self._unfinished:
             raise OptionError("steps", self.taken + 1, f"at most {self.taken}, as no more batches were drawn")
         self.taken += 1
@@ -392,13 +392,13 @@ class EpochPlan:
 
     Args:
         mixture: Of the sources of the slices; ``None`` if they are one.
-        repeats: Whether another epoch follows, whose first slices are named ahead at the end.
+        repeats: Whether another epoch follows; its first slices are then named ahead at the end of one.
         is_shared: Whether :meth:`share_out` sets the shares of each batch. All batches but the last then have equal
             size. A rank without a sample computes on a copy of another's, with weight 0.
 
     Attributes:
         epoch: The current epoch, from 0.
-        left: What was left of it where it began or was resumed.
+        left: The rest of it, from where it began or was resumed.
         batch_size: Samples of a full batch of all ranks.
         mixture: As given.
     """
@@ -429,7 +429,7 @@ class EpochPlan:
         self._shares_of: Callable[[int, int], Sequence[int]] | None = None
         self._unfinished: Callable[[], int] = lambda: 0
         self._sizes: dict[int, int] = {}  # this rank's batches by the training loop's number
-        self._first = 0  # the training loop's number of the first step that was left of the epoch
+        self._first = 0  # the training loop's number of the first step of ``left``
         self._only_ends = False
         self._quarantined: dict[str, str] = {}
         self._corrupt: dict[str, str] = {}  # found by this rank in this epoch
@@ -442,8 +442,8 @@ class EpochPlan:
 
         Args:
             shares: Returns the samples of each rank in the n-th batch drawn in a pass, from n and its size.
-            unfinished: Returns how many batches of an unfinished accumulated step are trained. The position is then the
-                beginning of the step, as a checkpoint lacks their gradients.
+            unfinished: Returns how many batches of an unfinished accumulated step were trained on. The position is then
+                before that step, as a checkpoint lacks their gradients.
         """
         self._shares_of, self._unfinished = shares, unfinished
 
@@ -464,7 +464,7 @@ class EpochPlan:
         return self._sizes.get(batch)
 
     def share_of_step(self, batch: int, accumulated: int) -> float:
-        """Return a batch's weight within its step, by samples of all ranks; 1 if batches are equally large."""
+        """Return a batch's weight in its accumulated step, by samples of all ranks; 1 if batches are equally large."""
         first, samples = batch - batch % accumulated - self._first, self.left.samples
         steps = range(first, min(first + accumulated, self.left.steps))
         sizes = [min(self.batch_size, samples - step * self.batch_size) for step in steps]
@@ -472,19 +472,19 @@ class EpochPlan:
 
     @property
     def padded(self) -> int:
-        """Samples that are trained on twice, fewer than there are ranks: each has one in every step."""
+        """Samples that are trained on twice, so that each rank has one in every step; fewer than ranks."""
         return 0 if self.is_shared else max(self.left.steps * len(self._batch_sizes) - self.left.samples, 0)
 
     @property
     def batches(self) -> int:
-        """Steps of the opened loader, including those that Lightning counts as done."""
+        """Steps of the opened loader, with those that Lightning counts as done."""
         return self._first + (0 if self._only_ends else self.left.steps)
 
     def __iter__(self) -> Iterator[SliceBatch]:
         if self.is_shared and self._shares_of is None:
             raise UnsupportedError(
-                "Batches of all ranks were asked for before the strategy has shared them out: only a Trainer's fit "
-                "takes them."
+                "Batches of all ranks were asked for before the strategy has shared them out: they are only for a "
+                "Trainer's fit."
             )
         self._sizes.clear()
         number = self._first + self.left.taken
@@ -507,7 +507,7 @@ class EpochPlan:
             yield SliceBatch(self.epoch, runs, tuple(slices)[:SLICES_AHEAD])
 
     def open(self, trainer: pl.Trainer | None) -> None:
-        """Prepare for a new loader, after a checkpoint was loaded; reports padding.
+        """Prepare for a new loader, after any checkpoint was loaded; report padding.
 
         Raises:
             OptionError: If there is no sample.
@@ -528,11 +528,11 @@ class EpochPlan:
         self.say_padded(f"epoch {self.epoch}")
 
     def say_padded(self, of: str) -> None:
-        """Say which samples are repeated."""
+        """Say how many samples are repeated."""
         if self.padded:
             rank_zero_info(
-                f"slices: the samples of {of} do not go round, so {self.padded} will be repeated, for every rank to "
-                f"take {self.left.steps} steps."
+                f"slices: the samples of {of} do not suffice for all ranks: {self.padded} will be repeated, so that "
+                f"every rank takes {self.left.steps} steps."
             )
 
     def received(self, report: ReadReport) -> None:
@@ -591,7 +591,7 @@ class EpochPlan:
                 that do not step together. Nothing has changed then.
         """
         if "epoch" in state:
-            return  # of a coordinator's run, whose position is the coordinator's
+            return  # of a coordinator's run; the coordinator has the position
         if "together" not in state:
             raise TrackerStateError(
                 "The state of the slices was saved by workers that did not step together. Resume with the strategy "
@@ -641,9 +641,9 @@ class _SavedPosition(msgspec.Struct):
 
 
 def ends_restored_epoch(trainer: pl.Trainer) -> bool:
-    """Whether Lightning still has to end an epoch without batches left, as after a validation at its end.
+    """Whether Lightning still has to end an epoch of which no batch is left, as after a validation at its end.
 
-    An epoch that was saved right after its last batch is ended here; like in Lightning, without a validation.
+    An epoch that was saved right after its last batch is ended here; as in Lightning, without a validation.
     """
     loop = trainer.fit_loop
     batches: Any = loop.epoch_loop.batch_progress

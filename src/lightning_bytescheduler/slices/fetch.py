@@ -1,6 +1,6 @@
 """Fetches a slice from its source chunk by chunk, with retries; all chunks are verified.
 
-It also recognises refusals, where retries do not help: missing rights, an untrusted certificate, a wrong request.
+Refusals, for which retries do not help, are recognised: missing rights, an untrusted certificate, a wrong request.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def refusal_of(error: BaseException | None, url: str) -> tuple[str, str] | None:
         if isinstance(error, ssl.SSLCertVerificationError):
             return (
                 f"its certificate is not trusted here ({words})",
-                "For one that was made by yourself, set the environment variable SSL_CERT_FILE to the file of it; "
+                "For a certificate of your own, set the environment variable SSL_CERT_FILE to its file; "
                 "its subjectAltName must have the host of the URL.",
             )
         if isinstance(error, ssl.SSLError):
@@ -77,8 +77,8 @@ def _rights(url: str, *, listing: bool) -> str:
 
 
 _REQUEST_BYTES = 16 * 1024 * 1024
-_PIECE_BYTES = 4 * 1024 * 1024  # of a file that is read through
-_ATTEMPTS = 3  # at a chunk that is short or wrong
+_PIECE_BYTES = 4 * 1024 * 1024  # of a file that is read as a whole
+_ATTEMPTS = 3  # to fetch a chunk that is short or wrong
 _FIRST_DELAY = 0.1
 _LONGEST_DELAY = 5.0
 _SAID_SECONDS = 2.0  # without an answer, before a warning
@@ -302,7 +302,7 @@ def fetch_chunks(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Files:
-    """Files behind URLs as they are first looked at: one that is missing then probably never existed.
+    """Files behind URLs at the first look. A missing file is an error at once, as it probably never existed.
 
     Attributes:
         options: For fsspec's file systems.

@@ -45,7 +45,7 @@ _PARSES = 5  # of a header
 
 
 class SampleBlock(Protocol[_Sample]):
-    """Neighbouring samples of a slice. An array of rows is one."""
+    """Neighbouring samples of a slice. An array of rows is such a block."""
 
     def __len__(self) -> int:
         """Return their number, without making any."""
@@ -191,7 +191,7 @@ class NpyHeader:
     """The header of a .npy file.
 
     Args:
-        file: The file at its begin; behind the header afterwards.
+        file: The file, at its beginning; afterwards it is behind the header.
 
     Raises:
         ValueError: If it is not a .npy file with contiguous rows, or has Python objects.
@@ -209,8 +209,8 @@ class NpyHeader:
                 shape, fortran_order, dtype = read(io.BytesIO(text))
                 break
             except SystemError:
-                # NumPy parses with `ast`, whose depth CPython up to 3.11 counts for all threads together: another
-                # one, or a finalizer, has parsed in the middle of it.
+                # NumPy parses with `ast`, whose depth CPython up to 3.11 counts for all threads together. Another
+                # thread, or a finalizer, has parsed at the same time.
                 if not again:
                     raise
         if not shape:
@@ -320,7 +320,7 @@ FORMATS = {
 
 
 LeaveOut = Callable[[int, Exception], None]
-"""Called with the number of a sample that cannot be decoded, and why. The sample is left out, unless it raises."""
+"""Called with the number of a sample that cannot be decoded, and the error. May raise; else the sample is left out."""
 
 
 class SliceSamples:
@@ -345,7 +345,7 @@ class SliceSamples:
         self._blocks: Iterator[SampleBlock[Any]] | None = None
         self._block: SampleBlock[Any] = ListedSamples([])
         self._begin = 0  # number of the block's first sample
-        self._all: list[tuple[int, SampleBlock[Any]]] = []  # with the number of the first sample of each
+        self._all: list[tuple[int, SampleBlock[Any]]] = []  # each with the number of its first sample
 
     def take(self, start: int, stop: int, leave_out: LeaveOut | None = None) -> Iterator[Sequence[Any]]:
         """Yield samples ``start`` to ``stop``; earlier ones cannot be requested afterwards."""

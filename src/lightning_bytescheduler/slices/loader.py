@@ -38,7 +38,7 @@ from lightning_bytescheduler.slices.training import Plan
 
 _SMALL_BYTES = 1024 * 1024
 _AHEAD = 2  # batches that a DataLoader has each process read ahead
-_TRIED = 100  # samples of a slice, for one to repeat
+_TRIED = 100  # samples of each slice that are tried, to find one to repeat
 _WHOLE = "Give the Trainer the data module: trainer.fit(model, datamodule=data)."
 
 
@@ -48,8 +48,8 @@ class _Reading:
 
     Attributes:
         place: Epoch and slice; ``None`` after a read that was interrupted, so that the position is unknown.
-        order: Of its samples, if they are shuffled.
-        stop: One after the last sample read; earlier ones may have been overwritten.
+        order: Numbers of its samples, in the order in which they are read.
+        stop: Position after the last sample read; earlier samples may have been overwritten.
     """
 
     samples: SliceSamples
@@ -65,10 +65,10 @@ class BatchReader:
     so several readers share the work on a slice.
 
     Args:
-        shuffle_samples: Shuffle the samples of each slice, which maps or holds a whole slice.
+        shuffle_samples: Shuffle the samples of each slice. The whole slice is then mapped, or held in memory.
         fill: Replace each sample of a corrupt slice by a repeated one, for ranks that step together.
         skip: Leave out samples that cannot be made, and repeat others of the batch in their place.
-        rank: Of this process, for messages.
+        rank: Rank of this process, for messages.
         source_of: Number of the source of each slice of a mixture: a slice of each stays open.
     """
 
@@ -160,7 +160,7 @@ class BatchReader:
             words = f"{type(error).__name__}: {error}"
             text = f"Sample {number} of slice {slice_.key!r} at {slice_.url} cannot be made ({place}): {words}"
             if not self._skip:
-                raise BadSampleError(f"{text}. SliceDataModule(on_bad_sample='skip') leaves such out.") from error
+                raise BadSampleError(f"{text}. SliceDataModule(on_bad_sample='skip') leaves them out.") from error
             skipped[slice_.key, number] = text
 
         numbers, samples = reading.order[run.start : run.stop], reading.samples
@@ -171,7 +171,7 @@ class BatchReader:
         if self._transform is None:
             yield from parts
         else:
-            # What cannot be decoded is left out before the samples after it come.
+            # A sample that cannot be decoded is in ``skipped`` before the samples after it come.
             each = (number for number in numbers.tolist() if (slice_.key, number) not in skipped)
             for part in parts:
                 yield list(self._transformed(part, each, leave_out))

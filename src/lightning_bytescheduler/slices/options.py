@@ -17,7 +17,7 @@ from lightning_bytescheduler.checks import (
 from lightning_bytescheduler.exceptions import OptionError
 
 LEAST_SHARE = 10_000
-"""A source of a mixture has more than one in so many of its samples."""
+"""Each source of a mixture has to have more than one in so many of the mixture's samples."""
 
 TIMEOUT = 60.0
 """Default seconds that a source may be unavailable."""
@@ -86,7 +86,7 @@ def require_mixture(option: str, urls: object) -> tuple[tuple[str, ...], tuple[f
     """Return URLs as a tuple of texts, and the weight of each, if they are a mixture.
 
     Raises:
-        OptionError: If there are no URLs, one is repeated, or a weight is not positive, or next to nothing.
+        OptionError: If there are no URLs, one is repeated, or a weight is at most ``1 / LEAST_SHARE`` of their sum.
     """
     if not isinstance(urls, Mapping):
         return require_urls(option, urls), None
@@ -117,7 +117,7 @@ def default_cache_dir() -> str:
     """Return the default folder for slices, in the user's folder for caches.
 
     Raises:
-        ImportError: If a package is missing that finds it.
+        ImportError: If the package that finds it is missing.
     """
     with importing("A cache of slices", extra="data"):
         import platformdirs

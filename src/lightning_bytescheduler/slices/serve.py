@@ -1,7 +1,6 @@
 """A data node: serves a folder over HTTP, read-only, with ranges, so that fsspec reads slices from it.
 
-It is based on aiohttp, which serves ranges. Paths are resolved, with all links and dots, and those outside of the
-folder do not exist.
+aiohttp serves the ranges. All links and dots of a path are resolved; a path outside of the folder is answered with 404.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class SliceServer(BackgroundServer):
 
 
 class _AsItIs(web.FileResponse):
-    """A file itself, not the .gz beside it, which aiohttp would send to clients that accept it."""
+    """Sends the file itself; aiohttp would send a .gz beside it to clients that accept that."""
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         headers = request.headers.copy()

@@ -58,7 +58,7 @@ class Slice:
 
     @property
     def name(self) -> str:
-        """Name of the slice in a cache; other contents have another one."""
+        """Name of the slice in a cache; other contents have another name."""
         identity = repr((self.url, self.size, self.digests))
         return hashlib.sha256(identity.encode()).hexdigest()[:40]
 
@@ -102,7 +102,7 @@ class Slice:
 
 
 Runs = list[tuple[int, int]]
-"""Samples of a slice: where each run starts and stops, in order, with samples between one and the next."""
+"""Runs of samples of a slice: start and stop of each, in order, with other samples between one run and the next."""
 
 
 def joined(runs: Iterable[tuple[int, int]]) -> Runs:

@@ -29,7 +29,7 @@ class SliceSource:
         slices: In the order of the data.
         files: The format of each file, by URL.
         storage_options: For fsspec's file systems.
-        places: Number of the given URL that each slice is of; ``None`` if there is only one.
+        places: For each slice, the number of the given URL that it comes from; ``None`` if there is only one URL.
 
     Attributes:
         slices: The slices in the order of the data; each key once.
@@ -89,13 +89,13 @@ def open_source(
         reader: Makes samples of a file's bytes, for a format that is not known by its suffix.
         storage_options: For fsspec's file systems.
         timeout: Seconds that a source may be unavailable.
-        waiting: Time and chance.
+        waiting: Clock, sleep and random numbers of waits.
         needs_index: Refuse sources without an index, before they are read.
 
     Raises:
         OptionError: If a URL matches no file, a suffix is not known, no source takes one of ``storage_options``, an
             index is needed and missing, or there is no sample.
-        SliceIndexError: If an index is damaged, or a folder has slices and none.
+        SliceIndexError: If an index is damaged, or a folder has slices but no index.
         SliceCorruptError: If a file without an index cannot be read as its format, or is shorter than its source says.
         SourceUnavailableError: If a source is unavailable.
         ImportError: If a library is missing that a URL or a format needs.

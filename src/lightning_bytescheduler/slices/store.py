@@ -37,7 +37,7 @@ from lightning_bytescheduler.slices.urls import local_path
 _THREADS = 4  # for planned fetches
 _POLL_SECONDS = 0.002
 _CLOSE_SECONDS = 5.0
-_RETRY_SECONDS = 0.05  # before a slice is tried again that another process fetches, or that had no room
+_RETRY_SECONDS = 0.05  # before another try at a slice that another process fetches, or that had no room
 _FAILED_SECONDS = 5.0
 
 
@@ -151,16 +151,16 @@ class SliceStore:
     # ------------------------------------------------------------------ chunks
 
     def _chunks(self, slice_: Slice, together: bool) -> Generator[Bytes, None, None]:
-        """Yield the verified chunks of a slice; those that are here already in one piece, if ``together``.
+        """Yield the verified chunks of a slice; with ``together``, chunks that are here already come in one piece.
 
-        Each of the ways to them returns the number of the chunk that comes next.
+        Each function that yields some of them returns the number of the next chunk.
         """
         path, number = local_path(slice_.url), 0
         if path is not None:
             number = yield from _mapped(path, slice_, together)
         elif self.prefetcher is not None:
             number = yield from self._through_cache(self.prefetcher, slice_, together)
-        yield from self._from_source(slice_, number)  # also what is missing or damaged, where it raises the error
+        yield from self._from_source(slice_, number)  # missing and damaged chunks, too; errors are raised here
 
     def _from_source(self, slice_: Slice, number: int) -> Generator[Bytes, None, int]:
         chunks = self.fetch(slice_, first=number)
@@ -209,7 +209,7 @@ class SliceStore:
                     raise fetch.error
                 elif is_over:
                     break  # look again
-                elif waited > 2 * self.options.timeout:  # retries end after one; some requests never return
+                elif waited > 2 * self.options.timeout:  # retries end after one timeout; some requests never return
                     raise SourceUnavailableError(slice_.url, waited, "a request that has not returned")
                 else:
                     self._require_open()
@@ -286,7 +286,7 @@ class SlicePrefetcher:
         self._kept: dict[str, CachedSlice] = {}
 
     def want(self, slice_: Slice) -> Fetch:
-        """Fetch a slice now; returns the fetch in progress if there is one, not one that has failed before."""
+        """Fetch a slice now; returns the fetch in progress if there is one that has not failed."""
         with self._lock:
             fetch = self._fetches.get(slice_.name)
             if fetch is None or fetch.error is not None:
@@ -332,7 +332,7 @@ class SlicePrefetcher:
 
     def _start(self, slice_: Slice) -> Fetch:
         fetch = Fetch(slice_, self._run)
-        fetch.thread.start()  # where no thread can be started, no fetch is waited for
+        fetch.thread.start()  # first, so that no reader waits for a fetch without a thread
         self._fetches[slice_.name] = fetch
         return fetch
 
@@ -367,7 +367,7 @@ class SlicePrefetcher:
             fetch.over.set()
 
     def _fetched(self, fetch: Fetch) -> CachedSlice | None:
-        """Return the slice when it is in the cache; ``None`` if that is to be waited for, and not planned any more."""
+        """Return the slice when it is in the cache; ``None`` if the fetch has to wait and is not planned any more."""
         while (cached := self.cache.find(fetch.slice)) is None:
             self._require_running()
             try:

@@ -1,34 +1,34 @@
 """The tracker of slices: hands them out, takes them back, and counts each sample of an epoch once.
 
-Guarantees for an epoch, whatever workers join, leave and die, and whichever messages are lost, repeated or late:
+Guarantees for an epoch, even if workers join, leave or die, and if messages are lost, repeated or late:
 
 - Without deaths, if every worker begins a slice before it trains: each sample is trained on exactly once.
 - With deaths: each sample is trained on, except in quarantined slices. What a dead worker trained on beyond its last
   report is trained on twice.
 
-A loaded state takes the epoch back to when it was saved. The guarantees hold for the training that continues from
+A loaded state takes the epoch back to the moment of saving. The guarantees hold for a training that continues from
 there, with weights saved at the same moment.
 
-*With a coordinator* (``counts_merged=True``) a sample counts when the update that was made of it is part of the
-weights, and each sample is in the weights of an epoch exactly once, whichever worker dies. An update names its samples.
-It is taken only if none of them is in the weights, in another update, or begun by another worker. What an update holds
-that is not taken, or a dead worker had not sent, is handed out again. So a slice is its holder's until it is in the
-weights. What a worker reports only says how far it is.
+*With a coordinator* (``counts_merged=True``) a sample counts once its update is part of the weights, and each sample is
+in the weights of an epoch exactly once, whichever worker dies. An update names its samples. It is taken only if none of
+them is in the weights, in another update, or begun by another worker. Samples of an update that is not taken, or that a
+dead worker had not sent, are handed out again. So a slice is its holder's until it is in the weights. A worker's
+reports only say how far it is.
 
 No worker idles at an epoch's end: while workers hold the last slices of the current epoch, a worker that asks for the
 next epoch gets slices of that one. The guarantees are per epoch and unaffected: each epoch's slices are counted in
 separate arrays, and a grant belongs to one epoch. Slices of the current epoch that come back are handed out first, to
-the next worker that asks. At most two epochs are open, so that no slice is more than one epoch late; if both are handed
-out, a worker waits.
+the next worker that asks. At most two epochs with samples left to train on are open, so that no slice is more than one
+epoch late; if both are handed out, workers wait.
 
 There are no backup tasks: if two workers trained on the same samples, these would be in the weights of both. A slow
 worker keeps the slice that it has begun, and a slice that is its only one, while it lives. Slices of workers come back
 that the tracker's owner says are dead.
 
 Workers and the tracker exchange *messages*, each one line of JSON: frozen, with plain values, and checked against their
-types when they come in. The tracker checks whether numbers fit its slices.
+types when they are decoded. The tracker checks that numbers fit its slices.
 
-The state of an epoch is in arrays of 9 bytes a slice, and runs of samples for each that is done in part. What is saved
+An epoch's state is arrays of 9 bytes a slice, and runs of samples for each slice that is done in part. The saved form
 has plain values and tensors, for ``torch.load(weights_only=True)``, and is checked when it is loaded.
 """
 
@@ -53,9 +53,9 @@ from lightning_bytescheduler.exceptions import OptionError, TrackerStateError
 from lightning_bytescheduler.slices.catalogue import DataOrder, SliceCatalogue, slice_order
 from lightning_bytescheduler.slices.slice import Runs, SliceState, joined, samples_of, without
 
-_MOST_EPOCHS = 2  # from the first with something left to train on, so that no slice is more than one epoch late
+_MOST_EPOCHS = 2  # from the first with samples left to train on, so that no slice is more than one epoch late
 _VERSION = 6
-_NUMBERS = 1 << 48  # of sessions and grants: those of two lives of a tracker do not meet
+_NUMBERS = 1 << 48  # random first numbers of sessions and grants, so that two lives of a tracker use different ones
 _Saved = TypeVar("_Saved")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -79,7 +79,7 @@ class TrainedRun(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 def touching(runs: Iterable[TrainedRun]) -> tuple[TrainedRun, ...]:
-    """Return the same samples in order, with runs that touch as one; what is there twice stays so."""
+    """Return the same samples in order, and join runs that touch; a repeated sample stays repeated."""
     found: list[TrainedRun] = []
     for run in sorted(runs, key=msgspec.structs.astuple):
         last = found[-1] if found else None
@@ -99,7 +99,7 @@ def by_slice(runs: Iterable[TrainedRun]) -> dict[tuple[int, int], Runs]:
 
 
 class HeldSlice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A slice that a worker holds by its own account, and whether it has begun it."""
+    """A slice that a worker says it holds, and whether it has begun the slice."""
 
     epoch: Natural
     slice_index: Natural
@@ -125,8 +125,8 @@ class Assignment(_Message, frozen=True):
     """A slice for the worker, which may fetch it at once and train on it after its first report is accepted.
 
     Attributes:
-        todo: What is to be trained on: where each run of samples starts and stops, in order.
-        revoked: Those of the request's grants that are not the worker's now.
+        todo: The samples to train on: where each run starts and stops, in order.
+        revoked: Grants named in the request that are not the worker's now.
     """
 
     grant: Natural
@@ -141,12 +141,12 @@ class Assignment(_Message, frozen=True):
 class Joined(_Message, frozen=True):
     """The worker may ask for slices.
 
-    Earlier grants are void. What else the worker is to continue comes again in answer to its requests, in the order in
-    which it held it.
+    Earlier grants are void. Further slices that the worker is to continue come again as answers to its requests, in
+    their old order.
 
     Attributes:
-        run: Distinguishes trackers, whose epochs are others; the same after a restart from a saved state.
-        held: What it said that it holds, and is still its own, with new grants. The rest is done, or another's.
+        run: Identifies the tracker, as another one has other epochs; the same after a restart from a saved state.
+        held: Slices that it said it holds and that are still its own, with new grants. Others are done or another's.
     """
 
     session: Natural
@@ -159,11 +159,11 @@ class RequestSlice(_Message, frozen=True):
     """A worker requests one more slice, one request at a time; a request without an answer may be repeated.
 
     Attributes:
-        epoch: The epoch it trains; it may be given the rest of an earlier one. The first request for the next epoch
+        epoch: The epoch it trains on; it may be given a slice of an earlier one. The first request for the next epoch
             opens it, if workers hold all that is left of this one.
-        holding: Every known grant that is not finished; or that is not in the weights, where merged samples count. A
-            missing one that the worker never began is sent again, as its answer must have been lost.
-        looks: Only ask about the epoch's state: while another worker holds a slice, none is given.
+        holding: Every known grant that is not finished; where merged samples count, that is not in the weights. A
+            missing grant that the worker never began is sent again, as the answer must have been lost.
+        looks: Only ask about the epoch's state: none is given while another worker holds a slice.
     """
 
     session: Natural
@@ -177,10 +177,10 @@ class WaitReason(str, Enum):
 
     Attributes:
         HELD: Other workers hold the rest: ask again, as one may die, or have more to do than this one.
-        SOON: The tracker was restarted, and waits for other workers to say what they hold: ask again, there may be one.
+        SOON: The tracker was restarted and waits for other workers to say what they hold: ask again, one may be left.
         EPOCH: The epoch asked for cannot begin yet, as the one two before it is not over.
-        MERGING: All of the epoch asked for is trained on, and some of it is in no weights yet: it may come back.
-        OVER: Nothing is left of the epoch asked for, with any worker: ask for the next one.
+        MERGING: All of the epoch asked for is trained on, but some is not in the weights yet and may come back.
+        OVER: Nothing is left of the epoch asked for, and no worker holds any of it: ask for the next one.
     """
 
     HELD = "held"
@@ -198,10 +198,10 @@ class AskLater(_Message, frozen=True):
 
 
 class ReportProgress(_Message, frozen=True):
-    """A worker has trained on so many samples of a slice, with those that were not for it to do, and continues with it.
+    """A worker goes on with a slice. ``trained`` of its samples are done, with those that others trained on before.
 
-    The first report comes before its first sample: the worker may train only if it is accepted. A report with all
-    samples ends the slice, unless the tracker counts what is merged. Reports in between may be lost, repeated or
+    The first report comes before the first sample: the worker may train only if the report is accepted. A report with
+    all samples ends the slice, unless the tracker counts what is merged. Reports in between may be lost, repeated or
     reordered.
     """
 
@@ -211,7 +211,7 @@ class ReportProgress(_Message, frozen=True):
 
 
 class QuarantineSlice(_Message, frozen=True):
-    """A slice cannot be read, also when fetched again. May be repeated."""
+    """A slice cannot be read, even when fetched again. May be repeated."""
 
     session: Natural
     key: Name
@@ -222,8 +222,8 @@ class Receipt(_Message, frozen=True):
     """The result of a message that hands nothing out.
 
     Attributes:
-        accepted: Whether it counted. If not, stop: the slice is not the worker's now, as it is done, was given to
-            another one or is quarantined. What was not reported does not count.
+        accepted: Whether the message counted. If not, stop: the slice is not the worker's now, as it is done, was given
+            to another worker or is quarantined. Samples that were not reported do not count.
     """
 
     accepted: bool
@@ -246,7 +246,7 @@ _DECODER = msgspec.json.Decoder(Call | Reply)
 
 
 class TrackerClient(Protocol):
-    """The tracker as its workers see it: in their process, in rank 0's, or in a service."""
+    """The workers' view of the tracker, which is in their process, in rank 0's, or in a service."""
 
     def answer(self, message: Call) -> Reply:
         """Answer a worker without waiting for others. A call may be repeated if its answer was lost.
@@ -282,7 +282,7 @@ def decode(text: str | bytes) -> Call | Reply:
 
 
 def _alone(method: _Method) -> _Method:
-    """Run one call at a time. Nothing is called back, so the lock can be taken while holding any other."""
+    """Run one call at a time. The tracker calls no other code, so its lock may be taken under any other lock."""
 
     @wraps(method)
     def call(self: SliceTracker, /, *args: Any, **kwargs: Any) -> Any:
@@ -295,7 +295,7 @@ def _alone(method: _Method) -> _Method:
 class SliceTracker:
     """The tracker: a state machine that never waits. It is a ``TrackerClient``.
 
-    The methods for single kinds of messages may be called by one thread only; all others by any.
+    The methods for single kinds of messages are for one thread only; all others are for any thread.
 
     Who has died is for its owner to say, with :meth:`release`.
 
@@ -324,7 +324,7 @@ class SliceTracker:
         self._run = secrets.token_hex(8)
         self._workers: dict[str, TrackedWorker] = {}
         self._sessions: dict[int, TrackedWorker] = {}  # workers that have joined
-        self._patient_until = -math.inf  # with workers that have not joined since a state was loaded
+        self._patient_until = -math.inf  # waits until then for workers that have not joined since a state was loaded
         self._next_grant = self._next_session = 1
         self._quarantined: dict[int, str] = {}  # reasons; left out of epochs that begin later
         self._epochs = [self._begun(0, ())]  # the current one, and the next if it is open
@@ -354,7 +354,7 @@ class SliceTracker:
         """Register a worker.
 
         A process that repeats its own join keeps its session. Another process of the same name replaces the former one,
-        which must be dead. After a state was loaded, a joining worker continues what its name held.
+        which must be dead. After a state was loaded, a joining worker continues the slices that its name held.
         """
         record = self._workers.get(message.worker)
         if record is not None and record.session is not None and record.incarnation != message.incarnation:
@@ -391,7 +391,7 @@ class SliceTracker:
             if number in message.holding:
                 grant.told = True
             elif self._counts_merged and grant.epoch.todo(grant.index):
-                grant.told = False  # its worker does not know it any more
+                grant.told = False  # its worker does not know it now
         newest = self._epochs[-1]
         first = next((one.epoch for one in self._epochs if one.is_untrained), message.epoch)
         is_next = message.epoch == newest.epoch + 1 and not newest.available
@@ -402,7 +402,7 @@ class SliceTracker:
         asked = [one for one in self._epochs if one.epoch <= message.epoch]
         for grant in record.grants.values():
             if not grant.told and grant.epoch.epoch <= message.epoch:
-                return self._assignment(grant, revoked)  # its answer was lost, or it was held before a restart
+                return self._assignment(grant, revoked)  # the answer was lost, or the grant is from before a restart
         if self._clock() < self._patient_until and any(one.session is None for one in self._workers.values()):
             return AskLater(reason=WaitReason.SOON, revoked=revoked)
         beyond = message.epoch > newest.epoch
@@ -462,11 +462,11 @@ class SliceTracker:
 
     @_alone
     def fits(self, worker: str, runs: Iterable[TrainedRun]) -> bool:
-        """Whether an update may become part of the weights: each of its samples is for its sender to train on.
+        """Whether an update may become part of the weights: its sender was allowed to train on each sample.
 
         Args:
             worker: Its sender.
-            runs: The samples that the update was made of, each once. Those of quarantined slices do not matter.
+            runs: The update's samples, each once. Those of quarantined slices do not matter.
         """
         for (epoch, index), own in by_slice(runs).items():
             one = self._open(epoch)
@@ -486,7 +486,7 @@ class SliceTracker:
 
     @_alone
     def book(self, worker: str, runs: Iterable[TrainedRun]) -> None:
-        """An update that :meth:`fits` is to become part of the weights: its samples are handed out no more."""
+        """Book the samples of an update that :meth:`fits` and will be merged, so that they are not handed out."""
         for (epoch, index), own in by_slice(runs).items():
             one = self._epochs[epoch - self.epoch]
             grant = one.holders.get(index)
@@ -496,7 +496,7 @@ class SliceTracker:
 
     @_alone
     def settle(self, runs: Iterable[TrainedRun], *, merged: bool) -> None:
-        """Booked samples are part of the weights, or their worker still has what it made of them, and sends it again.
+        """Settle booked samples: they are part of the weights, or their worker has to send their update again.
 
         Args:
             runs: The samples of an update that was booked.
@@ -513,7 +513,7 @@ class SliceTracker:
             elif one.states[index] >= SliceState.USED:
                 self._drop(grant)
             elif not without(grant.todo, one.covered(index)):
-                self._take_away(grant)  # what is left of the slice is another's, or comes anew
+                self._take_away(grant)  # the rest of the slice is another worker's, or is granted anew
         self._roll()
 
     @_alone
@@ -574,14 +574,14 @@ class SliceTracker:
     def load_state_dict(
         self, state: Mapping[str, Any], *, workers: Iterable[str] | None = None, patience: float = 0.0
     ) -> None:
-        """Resume where a state was saved; if nothing was left of the epoch, with the next. All workers join again.
+        """Resume where a state was saved, or with the next epoch if none of that one was left. All workers join again.
 
         Args:
             state: From :meth:`state_dict`.
             workers: Workers that will join and continue what their names held; slices of others are available at once.
                 With ``None``, each name is awaited until it is released.
-            patience: Seconds for which nothing is handed out before all of them have joined: they may hold more by now
-                than the state says.
+            patience: Seconds for which nothing is handed out until all of them have joined, as they may hold more by
+                now than the state says.
 
         Raises:
             TrackerStateError: If the state is of other slices or another order, or of other types. Nothing has changed
@@ -594,7 +594,7 @@ class SliceTracker:
                 f"The state is of other slices or another order: {difference}. Resume on the slices and options it was "
                 "saved with, or start anew."
             )
-        # A worker may still have numbers of another life, which must not mean something else in this one.
+        # A worker may still have numbers from the tracker's former life, which must not mean something else now.
         self._next_grant, self._next_session = secrets.randbelow(_NUMBERS) + 1, secrets.randbelow(_NUMBERS) + 1
         self._run, self._sessions, self._quarantined = saved.run, {}, saved.quarantined
         self._patient_until = self._clock() + patience
@@ -622,7 +622,7 @@ class SliceTracker:
         return self._epochs[place] if 0 <= place < len(self._epochs) else None
 
     def _claimed(self, record: TrackedWorker, one: EpochSlices | None, held: HeldSlice) -> Grant | None:
-        """Let a worker go on with a slice, if that is its own or is left to any worker."""
+        """Let a worker go on with a slice that is its own or is available."""
         if one is None or held.slice_index >= len(one.samples):
             return None
         grant = one.holders.get(held.slice_index)
@@ -650,12 +650,12 @@ class SliceTracker:
         return self._steal(record, asked[-1].epoch)
 
     def _steal(self, record: TrackedWorker, epoch: int) -> tuple[EpochSlices, int] | None:
-        """Take the last slice that a worker has not begun, of this or an earlier epoch; of the one with most to do.
+        """Take the last slice that the worker with most to do has not begun, of this or an earlier epoch.
 
-        The taker must still have less to do than that worker, so that no slice goes back and forth.
+        With it, the taker must still have less to do than that worker, so that no slice goes back and forth.
         """
         most, found = 0, None
-        # A worker that has not joined since a state was loaded is about to continue exactly what it held.
+        # Not from workers that have not joined since a state was loaded: they will continue exactly what they held.
         for other in self._sessions.values():
             ahead = [grant for grant in other.ahead if grant.epoch.epoch <= epoch]
             if other is not record and ahead and other.left > most and record.left + ahead[-1].left < other.left:
@@ -734,10 +734,10 @@ class TrackerReport:
 
 @dataclass(eq=False, slots=True)
 class TrackedWorker:
-    """A worker, or after a restart of the tracker, its saved grants.
+    """A worker; after a restart of the tracker, its saved grants.
 
     Attributes:
-        session: ``None`` until the worker has joined after a state was loaded.
+        session: ``None`` until the worker joins, after a state was loaded.
         grants: Grants by number, in the order in which they were made.
     """
 
@@ -753,7 +753,7 @@ class TrackedWorker:
 
     @property
     def left(self) -> int:
-        """Samples that it has still to train on."""
+        """Samples that it still has to train on."""
         return sum(grant.left for grant in self.grants.values())
 
 
@@ -762,8 +762,8 @@ class Grant:
     """A slice held by a worker.
 
     Attributes:
-        todo: What it was to train on when it got it.
-        trained: Samples of the slice that are trained on, as far as its holder has said.
+        todo: The samples to train on when the grant was made.
+        trained: Samples of the slice that are trained on, by its holder's reports.
     """
 
     number: int
@@ -778,17 +778,17 @@ class Grant:
 
     @property
     def left(self) -> int:
-        """Samples of it that its holder has still to train on."""
+        """Samples of it that its holder still has to train on."""
         return self.samples - self.trained
 
 
 class EpochSlices:
-    """States and order of the slices in an epoch, and what of them is done.
+    """States and order of the slices in an epoch, and their samples that are done.
 
     Slices are named by their index in the catalogue. Samples that count are *done*; those that are in an update on its
-    way to the weights are *booked*. An available slice has samples that are neither; an assigned one is held, or all of
-    it is booked. At any time ``trained + dropped`` plus what is not done of AVAILABLE and ASSIGNED slices is the number
-    of all samples.
+    way to the weights are *booked*. An available slice has samples that are neither; an assigned slice is held, or all
+    its samples are booked. At any time, ``trained + dropped`` and the samples of AVAILABLE and ASSIGNED slices that are
+    not done add up to all samples.
 
     Args:
         epoch: Number of the epoch, from 0.
@@ -809,7 +809,7 @@ class EpochSlices:
         self.ranks[self._order] = np.arange(len(self._order), dtype=np.int32)
         self.states: npt.NDArray[np.uint8] = np.full(len(samples), SliceState.AVAILABLE, np.uint8)
         self.states[list(left_out)] = SliceState.QUARANTINED
-        self._done: dict[int, Runs] = {}  # of slices that are done in part; all is done of a used one
+        self._done: dict[int, Runs] = {}  # of slices that are done in part; a used slice is done whole
         self._booked: dict[int, Runs] = {}
         self.cursor = 0  # place in the order before which nothing is available
         self.holders: dict[int, Grant] = {}
@@ -846,7 +846,7 @@ class EpochSlices:
         return joined([*self._done.get(index, ()), *self._booked.get(index, ())])
 
     def todo(self, index: int) -> Runs:
-        """Return the samples of a slice that are neither."""
+        """Return the samples of a slice that are neither done nor booked."""
         return without([(0, int(self.samples[index]))], self.covered(index))
 
     def take(self, index: int) -> bool:
@@ -867,22 +867,22 @@ class EpochSlices:
         return None
 
     def offer_again(self, index: int) -> None:
-        """Make a slice available that no worker holds, if something of it is left to train on."""
+        """Make an unheld slice available, if samples of it are left to train on."""
         if self.states[index] == SliceState.ASSIGNED and self.todo(index):
             self.states[index] = SliceState.AVAILABLE
             self.available += 1
             self.cursor = min(self.cursor, int(self.ranks[index]))
 
     def book(self, index: int, runs: Runs) -> None:
-        """Samples of a slice are in an update on its way; does nothing for a quarantined one."""
+        """Book samples, which are in an update on its way; does nothing for a quarantined slice."""
         if self.states[index] != SliceState.QUARANTINED:
             self._booked[index] = joined([*self._booked.get(index, ()), *runs])
             if not self.todo(index):
                 self.take(index)
 
     def settle(self, index: int, runs: Runs, *, merged: bool) -> None:
-        """Booked samples are done, or not booked any more."""
-        if index in self._booked:  # else its slice was quarantined before
+        """Mark booked samples as done, or as not booked."""
+        if index in self._booked:  # otherwise its slice was quarantined before
             self._booked[index] = without(self._booked[index], runs)
             if not self._booked[index]:
                 del self._booked[index]
@@ -890,7 +890,7 @@ class EpochSlices:
                 self.finish(index, runs)
 
     def finish(self, index: int, runs: Runs) -> None:
-        """Samples are done. Those that were done before count once; a slice that is done whole is used."""
+        """Mark samples as done. Those done before count once; a slice that is done whole becomes used."""
         before = self._done.pop(index, [])
         done = joined([*before, *runs])
         self.trained += samples_of(done) - samples_of(before)
@@ -900,7 +900,7 @@ class EpochSlices:
             self._done[index] = done
 
     def leave_out(self, index: int) -> None:
-        """Leave out a quarantined slice; changes nothing if its part in the epoch has ended."""
+        """Leave out a quarantined slice; does nothing if it is used or left out already."""
         if self.states[index] < SliceState.USED:
             self.available -= int(self.states[index] == SliceState.AVAILABLE)
             self._booked.pop(index, None)
@@ -913,11 +913,11 @@ class EpochSlices:
 
 
 class SavedEpoch(msgspec.Struct, kw_only=True):
-    """The saved form of an epoch: a byte a slice, and what is done of some.
+    """The saved form of an epoch: a byte a slice, and the samples done of slices that are done in part.
 
     Attributes:
         used: Whether all of a slice is done.
-        done: Runs of samples by slice, of those that are done in part.
+        done: Runs of done samples by slice, for slices that are done in part.
     """
 
     epoch: Natural

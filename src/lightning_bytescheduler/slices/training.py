@@ -123,7 +123,7 @@ def require_same(trainer: pl.Trainer, option: str, here: str) -> None:
         return
     there = trainer.strategy.broadcast(here)
     if not trainer.strategy.reduce_boolean_decision(here == there, all=True):
-        raise OptionError(option, here, f"the same on every rank: on rank 0 it is {there}, on some other it is not")
+        raise OptionError(option, here, f"the same on every rank: on rank 0 it is {there}, on another rank it is not")
 
 
 class TrackerHost(Protocol):
@@ -163,10 +163,10 @@ class _Held:
     """A slice of this worker.
 
     Attributes:
-        todo: What of it was not handed out to readers.
-        out: What was handed out, and not trained on.
-        unmerged: What was trained on and the tracker does not count yet.
-        told: How many samples of it the tracker knows to be trained on; ``None`` before it was told.
+        todo: Samples that were not handed out to readers.
+        out: Samples that were handed out, but not trained on.
+        unmerged: Samples that were trained on, but that the tracker does not count yet.
+        told: How many trained samples were last reported to the tracker; ``None`` before the first report.
     """
 
     grant: int
@@ -193,10 +193,10 @@ class _Pass:
     """One pass of a plan over its data.
 
     Attributes:
-        repeats: Whether it trains on what has come back of the last pass's epoch.
-        may_end: Whether it waits for nothing.
-        goes_on: Where it is of the epoch after its own if it finds no batch.
-        has_ended: Whether all until its epoch was given out.
+        repeats: Whether it trains on slices of the last pass's epoch that have come back.
+        may_end: Whether it ends where it finds no batch, instead of waiting.
+        goes_on: Reasons for finding no batch with which it goes on to the next epoch.
+        has_ended: Whether it ended as all data up to its epoch was given out.
         is_cut: Whether it ended before that, as the tracker was taken back.
     """
 
@@ -272,9 +272,9 @@ class TrackerPlan:
         self._waits = waits
         self._counts_merged = counts_merged
         self._clock = clock
-        self._lags: int | None = waits and not resumes  # behind the tracker's epoch where it joins first
+        self._lags: int | None = waits and not resumes  # epochs behind the tracker's at the first joining
         self._run = None if begins is None else begins.run
-        self._last_epoch = -1 if begins is None else begins.epoch - 1  # that a pass is to come to
+        self._last_epoch = -1 if begins is None else begins.epoch - 1  # the one that the pass has to reach
         self._pass = _Pass(has_ended=True)  # before the first one
         self._session = 0  # 0: not joined
         self._held: dict[tuple[int, int], _Held] = {}  # by epoch and slice
@@ -285,7 +285,7 @@ class TrackerPlan:
         """Begin a pass, which hands out again what was not trained on.
 
         Args:
-            repeats: Whether it only trains on what has come back of the last pass's epoch.
+            repeats: Whether it trains only on slices of the last pass's epoch that have come back.
         """
         self.report()
         is_through = self._is_through
@@ -327,7 +327,7 @@ class TrackerPlan:
 
     @property
     def position(self) -> EpochOfRun | None:
-        """The epoch of the data that a training goes on with from here; ``None`` where passes are of none."""
+        """The epoch of the data with which a training goes on from here; ``None`` if passes belong to no epoch."""
         if self._run is None or not self._waits:
             return None
         return EpochOfRun(self._run, self._last_epoch + self._is_through)
@@ -343,7 +343,7 @@ class TrackerPlan:
                 self._tell(QuarantineSlice(session=self._session, key=key, reason=reason))
 
     def trained(self, batch: SliceBatch) -> None:
-        """Record that a batch was trained on. What is not this worker's any more does not count."""
+        """Record that a batch was trained on. Samples that were taken from this worker do not count."""
         for run in batch.runs:
             if (held := self._held.get((batch.epoch, run.slice_index))) is not None:
                 left = without(held.out, [(run.start, run.stop)])
@@ -365,10 +365,10 @@ class TrackerPlan:
                     del self._held[place]
 
     def reset(self, unmerged: Iterable[TrainedRun]) -> None:
-        """Find out from the tracker what is left to train on: what was made of some samples is lost, or may be.
+        """Find out from the tracker what is left to train on: updates made of some samples are lost, or may be.
 
         Args:
-            unmerged: What is still to become part of the weights of what this worker has trained on.
+            unmerged: Samples that this worker has trained on and that are still to become part of the weights.
         """
         known = by_slice(unmerged)
         for place, held in self._held.items():
@@ -377,13 +377,13 @@ class TrackerPlan:
             self._join()
 
     def rest(self) -> bool | None:
-        """Whether there is something to train on of the epochs until this pass's; ``None`` if all of it counts.
+        """Whether anything is left to train on up to the epoch of this pass; ``None`` if all samples count.
 
         Where all workers end an epoch together, this takes no slice from another worker: its pass has ended.
         """
         self.report()
         self._reason = None  # it may have been over before the tracker was taken back
-        # What was handed out is trained on by now where this is asked, or is to be handed out again.
+        # Samples that were handed out have been trained on when this is called, or will be handed out again.
         while not any(held.todo or held.out for held in self._held.values()):
             if not self._ask(looks=not self._waits):
                 if self._reason not in _GIVEN_OUT or self.epoch >= self._last_epoch:
@@ -474,7 +474,7 @@ class TrackerPlan:
         return False
 
     def _join(self) -> None:
-        """Join, or join again, and go on with what is still this worker's."""
+        """Join, or join again, and go on with slices that are still this worker's."""
         former = dict(self._held)
         holds = tuple(HeldSlice(*place, held.begun) for place, held in former.items())
         joined = self._call(msgspec.structs.replace(self._joins, holds=holds), Joined)
@@ -523,11 +523,11 @@ class TrackerPlan:
 
 @dataclass(eq=False, slots=True)
 class _Ahead:
-    """What is made ahead of one pass of the training.
+    """Batches that are made ahead for one pass of the training.
 
     Attributes:
         ready: Batches that were made and not taken.
-        has_begun: Whether the plan has begun it.
+        has_begun: Whether the plan has begun the pass.
         is_over: Whether no more batches will be made.
     """
 
@@ -537,9 +537,9 @@ class _Ahead:
 
 
 class _PlanThread:
-    """Does on a thread of its own what the training notes for its plan, in order, and makes batches ahead in between.
+    """Runs the training's notes to its plan on a separate thread, in order, and makes batches ahead in between.
 
-    Its methods are for the training thread. They raise what the thread has ended with.
+    Its methods are for the training thread. They raise the error with which the separate thread has ended.
 
     Attributes:
         plan: As given; used only by the thread.
@@ -557,7 +557,7 @@ class _PlanThread:
         self._stopping = False
 
     def note(self, note: Callable[[TrackerPlan], object]) -> None:
-        """Have something done."""
+        """Run ``note`` on the thread, later."""
         with self._changed:
             self._check()
             self._notes.append(note)
@@ -567,7 +567,7 @@ class _PlanThread:
             self._changed.notify_all()
 
     def ask(self, question: Callable[[TrackerPlan], _T]) -> _T:
-        """Have something done, and wait for its result.
+        """Run ``question`` on the thread, and wait for its result.
 
         Raises:
             SchedulerTimeoutError: If that takes too long, or the thread has ended.
@@ -582,7 +582,7 @@ class _PlanThread:
         return answers[0]
 
     def position(self) -> EpochOfRun | None:
-        """Return the plan's position; after the thread was halted, which may still wait for its tracker, as it is."""
+        """Return the plan's position. A thread that was halted is not asked: it may still wait for its tracker."""
         with self._changed:
             is_halted = self._stopping
         return self.plan.position if is_halted else self.ask(lambda plan: plan.position)
@@ -601,7 +601,7 @@ class _PlanThread:
         return own
 
     def take(self, own: _Ahead, *, has_given: bool, timeout: float) -> SliceBatch | str | None:
-        """Return the next batch of a pass, the news that there is none now, or ``None`` if the pass is over."""
+        """Return the next batch of a pass, ``_WAITS`` if there is none yet, or ``None`` if the pass is over."""
         with self._changed:
             if has_given and not own.ready and not own.is_over:
                 self._depth = min(2 * self._depth, _MOST)  # the training is faster than the tracker answers
@@ -665,7 +665,7 @@ class _PlanThread:
 
 
 class TrackedTraining:
-    """The batches of one worker. The tracker is at worker 0, which also saves it.
+    """The batches of one worker. The tracker is at worker 0, which also saves it, or at a coordinator.
 
     For the training thread, except :meth:`halt`.
 
@@ -698,11 +698,11 @@ class TrackedTraining:
         self._tracker: SliceTracker | None = None
         self._pending: Mapping[str, Any] | None = None
         self._thread: _PlanThread | None = None  # on the first rank, once there was a loader
-        self._repeats = False  # the next pass trains on what has come back of this one's epoch
-        self._only_ends = False  # so does Lightning with the epoch that a checkpoint is of
+        self._repeats = False  # whether the next pass trains on slices of this pass's epoch that have come back
+        self._only_ends = False  # whether Lightning only ends the epoch of a checkpoint, and needs no batch
         self._drawn: deque[SliceBatch] = deque()  # batches of all ranks that readers have
         self._untrained: deque[SliceBatch] = deque()  # that the training has
-        self._unsent: list[SliceBatch] = []  # trained on, and part of no update; where merged samples count
+        self._unsent: list[SliceBatch] = []  # trained on, but in no update yet; only where merged samples count
 
     @property
     def fills(self) -> bool:
@@ -715,7 +715,7 @@ class TrackedTraining:
         if self._thread is None and self._rank == 0:
             begins, pending = None, self._pending or {}
             if self._host.waits and "run" in pending:
-                begins, self._pending = EpochOfRun(**pending), None  # of this fit, and not of a further one
+                begins, self._pending = EpochOfRun(**pending), None  # for this fit only
             plan = TrackerPlan(
                 self._host.connect(self._make_tracker),
                 worker=_name(self._host.worker),
@@ -761,7 +761,7 @@ class TrackedTraining:
             self._note(lambda plan: plan.quarantine(known.items()))
 
     def _turn(self, own: _Ahead | None, has_given: bool) -> SliceBatch | str | None:
-        """Return the next batch of all ranks, the news that there is none now, or the end; the same on all of them."""
+        """Return the next batch of all ranks, ``_WAITS`` if there is none yet, or the end; the same on all ranks."""
         turn = None
         if self._thread is not None and own is not None:
             timeout = _LOOK_S if has_given or self._idle is None else _MOMENT_S
@@ -800,10 +800,10 @@ class TrackedTraining:
         self._note(lambda plan: plan.merged(runs))
 
     def reset(self, unmerged: Iterable[TrainedRun]) -> None:
-        """Have what is lost trained on again.
+        """Let lost samples be trained on again.
 
         Args:
-            unmerged: What was trained on and is still to become part of the run's weights, of what was taken.
+            unmerged: Samples from ``take_trained`` that are still to become part of the run's weights.
         """
         kept = [*unmerged, *(TrainedRun(batch.epoch, *run) for batch in self._unsent for run in batch.runs)]
         self._note(lambda plan: plan.reset(kept))
@@ -828,11 +828,11 @@ class TrackedTraining:
         return self._thread is not None and self._thread.plan.is_cut
 
     def rest(self) -> bool | None:
-        """Whether there is something to train on of the epoch; ``None`` if all of it counts."""
+        """Whether anything of the epoch is left to train on; ``None`` if all samples count."""
         return None if self._thread is None else self._thread.ask(TrackerPlan.rest)
 
     def train_on_rest(self) -> None:
-        """Let the next pass train on what has come back of this one's epoch."""
+        """Let the next pass train on slices of this pass's epoch that have come back."""
         self._repeats = True
 
     def settle(self) -> None:
@@ -859,7 +859,7 @@ class TrackedTraining:
     def state_dict(self) -> dict[str, Any]:
         """Return the tracker's state at worker 0, with all that was trained on here; empty on others.
 
-        With a coordinator, whose tracker it is, it is the epoch that comes next.
+        With a coordinator, which has the tracker, return the epoch that comes next.
         """
         if self._tracker is not None:
             self.settle()

@@ -31,7 +31,7 @@ def require_protocols(option: str, urls: Iterable[str]) -> None:
 
     Raises:
         OptionError: If a protocol is unknown; names ``option``.
-        ImportError: If a package is missing that one needs; names it and the extra.
+        ImportError: If a package that a protocol needs is missing; names it and the extra.
     """
     for url in urls:
         for protocol in _protocols(url):
@@ -57,7 +57,7 @@ def require_storage_options(urls: Iterable[str], options: object) -> dict[str, A
     unknown = [name for name in options if not any(takes(place, name) for place in places)]
     if unknown:
         protocols = ", ".join(sorted({_protocols(place)[0] for place in places}))
-        allowed = f"of options that one of the sources takes: they are of {protocols}, which does not take these"
+        allowed = f"a dict of options that a source takes; the sources are of {protocols}, which does not take these"
         raise OptionError("storage_options", unknown, allowed)
     return dict(options)
 
@@ -159,7 +159,7 @@ def read_range(url: str, start: int, stop: int, options: Options) -> bytes:
         Exception: Errors of the file system.
     """
     filesystem, path = file_system(url, options)
-    # An asynchronous method, for which fsspec would wait forever.
+    # Without a timeout, fsspec would wait forever for an asynchronous method.
     is_bounded = filesystem.async_impl and hasattr(filesystem.cat_file, "__wrapped__")
     bound = {"timeout": _REQUEST_SECONDS} if is_bounded else {}
     try:
@@ -183,7 +183,7 @@ def local_path(url: str) -> str | None:
 
 
 def exists(url: str, options: Options) -> bool:
-    """Whether there is a file at a URL; a folder is none.
+    """Whether there is a file at a URL; a folder does not count.
 
     Raises:
         Exception: Errors of the file system other than a missing file, which fsspec's own function hides.

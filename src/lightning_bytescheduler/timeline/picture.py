@@ -50,7 +50,7 @@ def require_picture(option: str, out: str | os.PathLike[str], what: str = "A pic
     """Return ``out`` as a path if a picture can be written in the format that its suffix names.
 
     Args:
-        option: Its name.
+        option: The option's name, for errors.
         out: The file.
         what: What is drawn, as the subject of a sentence.
 
@@ -69,7 +69,7 @@ def require_picture(option: str, out: str | os.PathLike[str], what: str = "A pic
 
 @contextmanager
 def page(out: str | os.PathLike[str], what: str, width: float, height: float) -> Iterator[Figure]:
-    """A figure to draw on; written to ``out`` when that has ended.
+    """A figure to draw on; written to ``out`` when the context ends.
 
     Args:
         out: The file. Its suffix names the format (png, svg, pdf, ...); parent directories are created.
@@ -124,10 +124,10 @@ def add_record(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def add_picture(parser: argparse.ArgumentParser, what: str, *, of: str = "", default: str = "") -> None:
-    """Declare ``--png``, and where there is much to draw the option that says of which.
+    """Declare ``--png`` and, if ``of`` is given, the option that limits what is drawn.
 
     Args:
-        parser: Of a command.
+        parser: The command's parser.
         what: What is drawn.
         of: The other option's name, such as ``steps``.
         default: What is drawn without it.
@@ -361,7 +361,7 @@ def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]
         OptionError: If there is no such file, it is not one to draw, or it has none of the steps that were chosen.
         ImportError: If a picture was asked for and matplotlib is not installed.
         OSError: If the file cannot be read, or the picture not be written.
-        ValueError: If it is no timeline, steps were chosen and no picture, or there is nothing to draw.
+        ValueError: If it is no timeline, if steps were chosen without a picture, or if there is nothing to draw.
     """
     if options.steps is not None and options.png is None:
         raise ValueError("--steps chooses what to draw and needs --png OUT.")

@@ -2,7 +2,7 @@
 
 The file opens in https://ui.perfetto.dev and chrome://tracing. :func:`read_timeline` reads it as a :class:`Trace`,
 which says how much of the communication was hidden: times are unions of intervals, treated in sweeps over sorted ones.
-Pure: neither torch nor Lightning, and what is worth recording is for the caller to say.
+The module uses neither torch nor Lightning, and the caller decides what to record.
 
 Limits: the latest events (about ``SPOOL_EVENTS`` at most) live in memory until the next flush. An ordinary
 exit of the interpreter flushes them, a SIGKILL loses them. What a forked child records is dropped. One file holds one
@@ -82,8 +82,8 @@ class Timeline:
     every ``SPOOL_EVENTS``-th event call.
 
     The file is a complete JSON object after construction and after every flush, so it opens while the run
-    goes on and after it died. Should the disk fill up, the timeline logs one warning, keeps what it has
-    written and ignores what comes: a diagnostic must not end a training run.
+    goes on and after the run has died. If the disk is full, the timeline logs one warning, keeps what it has
+    written and ignores later events: a diagnostic must not end a training run.
 
     Args:
         path: Where to write; see ``timeline_path`` for ranks above 0. Parent directories are created, an
@@ -150,7 +150,7 @@ class Timeline:
             start: When it began, in seconds of ``clock``.
             end: When it ended, in seconds of ``clock``.
             lane: The row it is drawn on, e.g. "training thread".
-            args: Details shown on a click; what JSON does not know is written as its ``str``.
+            args: Details shown on a click; values that JSON does not know are written as their ``str``.
         """
         self._record("X", name, category, start, end, lane, args)
 
@@ -191,8 +191,7 @@ class Timeline:
     def close(self) -> None:
         """Flush and close the file; closing again does nothing.
 
-        What is recorded after that is ignored silently, as the recording threads may race with the closing
-        one.
+        Events recorded after that are ignored silently, as recording threads may race with this one.
         """
         self._recording = False
         if os.getpid() != self._process:
@@ -366,7 +365,7 @@ class TraceSummary:
 
     Attributes:
         communication_seconds: Time in which any sub-task was in flight.
-        under_forward: Part of it during a forward pass that was not waiting; it is of the step before.
+        under_forward: Part of it during a forward pass that was not waiting; it belongs to the step before.
         under_backward: Part of it during a backward pass that was not waiting.
         hidden_share: Share of ``communication_seconds`` during a forward or backward pass that was not
             waiting, from 0 to 1; 0 without communication.
@@ -376,7 +375,7 @@ class TraceSummary:
         total_bytes: Bytes of all sub-tasks sent.
         sub_tasks: Number of sub-tasks sent.
         steps: Number of training steps with compute or communication in the trace.
-        kinds: How many of them were of which kind, where the writer said so: ``"overlapped"``, ``"as DDP's"``,
+        kinds: Number of these steps by kind, if the writer recorded it: ``"overlapped"``, ``"as DDP's"``,
             ``"synchronised"``.
     """
 
@@ -421,7 +420,7 @@ class Trace:
         return [span for span in self.spans if span.category == category and name in (None, span.name)]
 
     def cover(self) -> Cover:
-        """Split the time in which anything was in flight by what it was under."""
+        """Split the time in which anything was in flight by what else went on at that time."""
         communication, waiting = covered(self.select(COMMUNICATION)), covered(self.waits())
         unawaited = subtract(communication, waiting)
         under = [covered(self.select(COMPUTE, name)) for name in ("forward", "backward")]
@@ -517,7 +516,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Trace:
 
 
 class _Read(msgspec.Struct):
-    """As ``Timeline`` writes it; times in microseconds."""
+    """An event as ``Timeline`` writes it; times in microseconds."""
 
     ph: str
     name: str = ""

@@ -24,7 +24,7 @@ STATE_KEY = "bytescheduler_tuning"
 """Key of the tuner's state in a checkpoint. It is not a callback's state: Lightning would warn of a missing callback
 wherever a checkpoint is used without one, such as with DDP."""
 
-_LEAD = 2  # steps: decided before one, told to the others during it, in force before the second
+_LEAD = 2  # steps from a decision until it is in force: the other ranks get it during the first
 
 
 @options_by_name

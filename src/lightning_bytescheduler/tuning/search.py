@@ -20,7 +20,7 @@ A search has five stages.
 3. *Confirmation*. The best point and plain DDP are measured again in turns, unless one is clearly faster.
 4. *Settled*. The winner stays in force, and step times are watched.
 5. *Drift*. When the step time has changed for good, the next search starts from the point in force. It waits until the
-   last search began so many steps ago that both together stay within the budget.
+   last search began ``cost_steps`` steps ago, so that both together stay within the budget.
 
 *Time lost* (:meth:`Exploration.left_seconds`) is the time that steps took beyond the best known step time. Its budget
 is a share of the steps since the search began, and from the start that share of 500 steps: with 2%, the time of ten
@@ -47,7 +47,7 @@ expected improvement of the package ``bayesian-optimization``. Four things are a
 - Each observation has the error with which it was measured. Improvement is counted from the best *expected* value of
   the points tried, not from the luckiest measurement, and from plain DDP's value if that is better.
 - Few observations would give extreme length scales. So these are bounded: the step time changes over some octaves. The
-  fit begins at the usual ones and draws nothing, so a proposal depends on the observations alone.
+  fit begins at the usual scales and draws no random numbers, so a proposal depends on the observations alone.
 - Expected improvement is evaluated on all points of the search space, which are valid by construction and few. Only
   points near the fastest one count, as those far off may cost much.
 
@@ -106,7 +106,7 @@ _LEAVES_DDP = 0.98  # of DDP's time: slower overlapped steps are not worth a sea
 _AS_DDP_STEPS = 8  # until the time that could be hidden counts as known
 _AFFORDABLE_AFTER = 100  # steps before a trial if overlap could hide only some communication
 _FAILED_FACTOR = 4  # a failed trial of overlap is repeated after this many times the steps so far
-_AGAIN_AFTER = 2000  # most steps until then
+_AGAIN_AFTER = 2000  # most steps until it is repeated
 _FEW_STEPS_NOISE = 0.03  # of a step time that comes from few plain DDP steps
 
 _TURN_STEPS = 6  # measured steps of a turn
@@ -218,7 +218,7 @@ class DriftDetector:
         self._off = 0  # windows in a row; negative where faster
 
     def step_took(self, seconds: float) -> bool:
-        """Note a step's time, and return whether the change has lasted. It stays true until a window is as before."""
+        """Note a step's time, and return whether a change has lasted; true until a window is as before again."""
         self._window.append(seconds)
         if len(self._window) == _WINDOW:
             self._judge(StepTimeEstimate.of(self._window))
@@ -288,7 +288,7 @@ class Confirmation:
 
 
 def is_worth_it(time: StepTimeEstimate, plain: StepTimeEstimate) -> bool:
-    """Whether leaving plain DDP for this is worthwhile: it is faster by enough, and not by chance."""
+    """Whether a point of this step time is worth leaving plain DDP: it is faster by enough, and not by chance."""
     return time.seconds + _CERTAIN * math.hypot(time.error, plain.error) < _WORTH_IT * plain.seconds
 
 
@@ -485,7 +485,7 @@ class CreditTuning:
             return
         self._steps += 1
         if step < self.in_force_from:
-            return  # still at the point before the last decision, whose turn has counted it
+            return  # still at the point before the last decision, whose turn has counted this step
         measured = self._turn.step_took(seconds)
         if self._phase == "as ddp":
             self._hideable = hideable
@@ -508,7 +508,7 @@ class CreditTuning:
         return 0.0 if hideable is None or hideable < _LEAST_S else min(hideable / step_seconds, 1.0)
 
     def _watch_as_ddp(self) -> None:
-        """While steps are plain DDP's: see whether overlapped steps may pay."""
+        """Check whether overlapped steps may pay, while steps are plain DDP's."""
         del self._turn.samples[:-_WATCHED]
         time = self._turn.time(usual_noise=_FEW_STEPS_NOISE)
         if time is None or time.steps < 2:
@@ -623,8 +623,8 @@ class CreditTuning:
         self._go_to(chosen)
 
     def _settle(self, chosen: TuningPoint) -> StepTimeEstimate:
-        # Not the measurements of the confirmation: if the machine has changed since the trials, the trials are of no
-        # use, and the difference reveals that.
+        # The reference is the trial's step time, not the confirmation's: if the machine has changed since the trials,
+        # these are of no use, and the difference reveals that.
         trials = (entry for entry in self._exploration.trials if entry.point == chosen)
         explored = min(trials, key=lambda entry: entry.step_seconds).step_time
         self._phase = "settled"
@@ -634,10 +634,10 @@ class CreditTuning:
     # Settled, or waiting.
 
     def _watch(self, seconds: float, *, measured: bool) -> None:
-        """At the best known point: look for a drift, and for a point to try."""
+        """Look for a drift, and for a point to try, while steps are at the best known point."""
         del self._turn.samples[:-_WATCHED]
         drifted = measured and self._drift.step_took(seconds)
-        # Not before: the loss of two searches must stay within the budget of their steps.
+        # No earlier, as the loss of two searches must stay within the budget of their steps.
         if drifted and self._steps >= _COST_STEPS:
             here = self._turn.time()
             if here is not None:
@@ -719,7 +719,7 @@ class CreditTuning:
         try:
             kept = msgspec.convert(state, _State)
             if kept.settled and kept.current not in {trial.point for trial in kept.trials}:
-                raise ValueError("what was chosen was never tried")
+                raise ValueError("the chosen point was never tried")
         except (msgspec.ValidationError, ValueError) as error:
             raise OptionError("state", state, f"made by state_dict() ({error})") from error
         if not kept.identity.matches(self._identity) or kept.plain_ddp != self._options.plain_ddp:
@@ -818,10 +818,10 @@ def _improvements(
         alpha=np.square(np.maximum(errors, 1e-3) / spread),
         random_state=0,  # nothing is drawn
     )
-    with _without_warnings():  # of a length scale at its bound
+    with _without_warnings():  # about a length scale at its bound
         process.fit(known, (seen - middle) / spread)
     improvement = ExpectedImprovement(xi=0.0)
-    # Relative to the best expected value of the tried points.
+    # Relative to the best expected value of the tried points, or to plain DDP's time if that is better.
     improvement.y_max = max(float(process.predict(known).max()), (ceiling - middle) / spread)  # type: ignore[assignment]
     mean, deviation = process.predict(octaves(candidates), return_std=True)
     gains: list[float] = (spread * improvement.base_acq(mean, deviation)).tolist()

@@ -242,7 +242,7 @@ def _aligned(size: float, *, up: bool = False) -> int:
     return max(units, 1) * ALIGNMENT
 
 
-# ── Of a first run ──────────────────────────────────────────────────────────────────────
+# ── Sizes of a first run ──────────────────────────────────────────────────────────────────────
 
 _MIN_PARTITION_BYTES = 128 * 1024
 _MAX_PARTITION_BYTES = 32 * 1024 * 1024  # the published 8,000,000 parameters of fp32
@@ -259,12 +259,12 @@ _MOST_PARTITIONS_IN_CREDIT_WHEN_FAR = 32
 _LEAST_PARTITION_SECONDS_WHEN_BUSY = 0.004
 _LEAST_CREDIT_SECONDS_WHEN_BUSY = 0.015
 _COPIED_PER_SECOND = 250e6  # bytes over loopback beside other computation, in a bad moment
-_MUCH_SECONDS = 0.02  # for all gradients; less is soon over, whatever a step takes
+_MUCH_SECONDS = 0.02  # for all gradients; less hardly matters, however long a step is
 _PARTITIONS_PER_MODEL = 16
 _SERVERS_PARTITION = 1_000_000  # published for parameter servers
 # A partition holds its credit from push to pull. With the published 4 partitions, each direction of the links is idle
-# for much of the time. More than 16 help if that is less than an eighth of the model, so that urgent ones still
-# overtake.
+# for much of the time. More than 16 help, up to an eighth of the model; with still more, urgent ones would overtake too
+# late.
 _SERVERS_PARTITIONS_IN_CREDIT, _SERVERS_MOST_IN_CREDIT = 16, 24
 _SERVERS_CREDITS_PER_MODEL = 8
 _SERVERS_LARGEST_CREDIT = 16_000_000  # published
@@ -347,9 +347,9 @@ def is_slow(link: LinkEstimate, *, nbytes: int, busy_processor: bool) -> bool:
     Args:
         link: The measured link.
         nbytes: Bytes of all gradients.
-        busy_processor: Whether the model computes on the processor. If bytes arrive nearly as fast as a processor
-            copies them, receiving is work for the processor, and the link does not tell its time. For slower bytes it
-            waits.
+        busy_processor: Whether the model computes on the processor. If bytes arrive nearly as fast as it copies them,
+            receiving keeps the processor busy, and the link's speed does not say for how long. If they arrive more
+            slowly, the processor waits for them.
     """
     waits = link.beta > 1 / _COPIED_PER_SECOND or not busy_processor
     return waits and link.seconds(nbytes) > _MUCH_SECONDS
@@ -384,7 +384,7 @@ def default_sizes(
             more than a 128th of the model or what is all-reduced in 7.5 ms. The credit is an eighth of the model, but
             at least 16 partitions and at most 24.
         far: Whether messages are in flight so long that several partitions hide each other's start-up. A partition is
-            then an eighth of what hides it, and as many as that takes are in flight.
+            then an eighth of what has to be in flight to hide its start-up, and the credit is about all of that.
 
     Raises:
         OptionError: If ``parameters`` is negative, ``bytes_per_parameter`` less than 1, either not whole, or
