@@ -174,6 +174,18 @@ def test_what_a_member_holds_by_a_saved_state_is_its_own_until_it_has_joined_aga
     assert after.tracker.held("one") == 0
 
 
+def test_what_a_silent_member_holds_by_a_saved_state_comes_back_when_it_was_awaited_long_enough(tmp_path: Path) -> None:
+    rows = make_rows(tmp_path / "rows", [10])
+    before, after = (SliceRoutes([rows]) for _ in range(2))
+    one = cast(Member, SimpleNamespace(name="one", digest="one", silent=True))
+    session = before.answer(one, encode(JoinTracker(worker="one", incarnation="1"))).session
+    before.answer(one, encode(RequestSlice(session=session, epoch=0)))
+    after.tracker.load_state_dict(before.tracker.state_dict(), workers=["one"], patience=0.0)
+    assert after.tracker.held("one") == 1
+    after.take_back([one], {}, RoundOptions(silent_after=10.0), now=0.0)
+    assert after.tracker.report().workers == 0
+
+
 def test_who_has_left_while_it_asked_gets_no_slice(tmp_path: Path) -> None:
     slices = SliceRoutes([make_rows(tmp_path / "rows", [10])])
     handed = asyncio.Event()

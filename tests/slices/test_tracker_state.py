@@ -217,8 +217,18 @@ DAMAGE = {
     "order": [None, {}, {"slices": 6, "samples": 33, "keys": "", "seed": 0, "shuffle": 1}],
     "epochs": [None, []],
     "epoch": [-1, None, 0.5],
-    "used": [None, [True] * 6],
-    "done": [None, {0: None}, {-1: [(0, 1)]}, {0: [(-1, 1)]}, {0: [(0, 0.5)]}],
+    "used": [None, [True] * 6, torch.zeros(6, dtype=torch.uint8), torch.zeros(5, dtype=torch.bool)],
+    "done": [
+        None,
+        {0: None},
+        {-1: [(0, 1)]},
+        {0: [(-1, 1)]},
+        {0: [(0, 0.5)]},
+        {6: [(0, 1)]},
+        {0: [(0, 99)]},
+        {0: [(1, 1)]},
+        {0: [(0, 2), (1, 3)]},
+    ],
     "workers": [
         None,
         {"0": 1},
@@ -228,7 +238,7 @@ DAMAGE = {
         {"0": [[0, -1, True]]},
         {"0": [[0, 0, True, 1]]},
     ],
-    "quarantined": [None, {1: None}, {"one": "?"}, {-1: "?"}],
+    "quarantined": [None, {7: "?"}, {1: None}, {"one": "?"}, {-1: "?"}],
 }
 
 

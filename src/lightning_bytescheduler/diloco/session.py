@@ -715,7 +715,7 @@ class Session:
 
         Args:
             ready: Returns whether it is there; called with the lock held.
-            what: A description of it, for messages and the timeline.
+            what: A description of it, for messages.
             timeout: Longest wait, in seconds; by default that for the other workers.
             each_second: Called about once a second, with the lock held.
             alone: Whether to wait without a connection, too.

@@ -181,8 +181,8 @@ class DiLoCoStrategy(RankStrategy):
     * all processes of a Trainer are one worker (``inner``), whose rounds, options and global weights are the
       coordinator's. Options of the run that are given must be the coordinator's. The first worker's weights are the
       first global ones; a worker that joins later, or was away for long, fetches the state.
-    * A worker that misses the end of a round sends what it has, and catches up. Training goes on without the
-      coordinator.
+    * A worker that misses the end of a round gives up what it has not sent, and catches up; slices of it are trained on
+      again. Training goes on without the coordinator.
     * An epoch ends for its worker alone. ``max_steps``, ``max_epochs``, ``max_time``, a callback that stops and a
       SIGTERM end that worker: it sends what it has of the round's fragment, and ends with the global weights.
       ``outer_steps`` end all, and a round without a step follows for each other fragment.

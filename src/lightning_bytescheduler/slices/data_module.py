@@ -173,7 +173,8 @@ class SliceDataModule(pl.LightningDataModule):
     def bind_tracker(self, host: TrackerHost | None) -> None:
         """Take training slices from a tracker, as needed; called by strategies of unequal workers.
 
-        Call it before ``setup``, as in ``Strategy.setup_environment``; each worker is its own Lightning world.
+        Call it before ``setup``, as in ``Strategy.setup_environment``; each worker is its own Lightning world. Call the
+        tracker's ``release`` for a worker that has died or left, so that others get its slices.
 
         Args:
             host: The way to the tracker; ``None`` goes back to ranks that step together.

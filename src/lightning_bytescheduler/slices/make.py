@@ -163,10 +163,12 @@ def cut_lines(pieces: Iterable[Bytes], target_bytes: int) -> Iterator[bytes]:
         The contents of slices, in order; together they are the text.
     """
     held = bytearray()
+    searched = 0  # so that a line of many pieces is searched once
     for piece in pieces:
         held += piece
         while len(held) >= target_bytes:
-            end = held.rfind(b"\n", 0, target_bytes) + 1 or held.find(b"\n", target_bytes) + 1
+            end = held.rfind(b"\n", searched, target_bytes) + 1 or held.find(b"\n", max(searched, target_bytes)) + 1
+            searched = 0 if end else len(held)
             if not end:
                 break
             yield bytes(held[:end])

@@ -525,9 +525,10 @@ class SliceTracker:
         return record is not None
 
     def held(self, worker: str) -> int:
-        """Return the number of slices that a worker holds; 0 for one that has not joined since a state was loaded."""
+        """Return the number of slices that a worker holds; 0 while it is awaited after a state was loaded."""
         record = self._workers.get(worker)
-        return 0 if record is None or record.session is None else len(record.grants)
+        awaited = record is None or (record.session is None and self._clock() < self._patient_until)
+        return 0 if record is None or awaited else len(record.grants)
 
     @property
     def epoch(self) -> int:
@@ -594,6 +595,9 @@ class SliceTracker:
                 f"The state is of other slices or another order: {difference}. Resume on the slices and options it was "
                 "saved with, or start anew."
             )
+        samples = self.catalogue.samples
+        if not all(one.fits(samples) for one in saved.epochs) or any(one >= len(samples) for one in saved.quarantined):
+            raise TrackerStateError("The state is damaged. Resume from another one, or start anew.")
         # A worker may still have numbers from the tracker's former life, which must not mean something else now.
         self._next_grant, self._next_session = secrets.randbelow(_NUMBERS) + 1, secrets.randbelow(_NUMBERS) + 1
         self._run, self._sessions, self._quarantined = saved.run, {}, saved.quarantined
@@ -923,6 +927,16 @@ class SavedEpoch(msgspec.Struct, kw_only=True):
     epoch: Natural
     used: torch.Tensor
     done: dict[Natural, list[tuple[Natural, Natural]]]
+
+    def fits(self, samples: npt.NDArray[np.int64]) -> bool:
+        """Whether it can be of slices with so many samples each."""
+        return (
+            self.used.dtype is torch.bool
+            and self.used.shape == samples.shape
+            and all(index < len(samples) for index in self.done)
+            and all(runs == joined(runs) for runs in self.done.values())
+            and all(start < stop <= samples[index] for index, runs in self.done.items() for start, stop in runs)
+        )
 
 
 class SavedTracker(msgspec.Struct, kw_only=True):
