@@ -379,6 +379,6 @@ class LoadsEarly(Callback):
 
 def test_data_that_is_loaded_too_early_is_refused(two_ranks: RankPool) -> None:
     for error in two_ranks.run(fit_too_early, weighting="samples", batch_size="balanced"):
-        assert error.startswith("UnsupportedError: weighting='samples': training data was loaded before the model is")
+        assert error.startswith("UnsupportedError: batch_size=...: training data was loaded before the model is")
         assert "Ask for that in configure_optimizers, or later" in error
     assert not any(two_ranks.run(fit_too_early, weighting="samples", batch_size=None)), "as many batches on each"

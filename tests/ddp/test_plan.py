@@ -13,10 +13,10 @@ def test_a_synchronised_plan_says_why() -> None:
     plan = OverlapPlan(steps="synchronised", reasons=("there are 2 optimizers (use one)", "it is manual (do not)"))
     assert not plan.overlapped
     assert plan.summary() == (
-        "steps are synchronised, because there are 2 optimizers (use one); it is manual (do not)."
+        "steps are synchronised, because there are 2 optimizers (use one); because it is manual (do not)."
     )
     assert repr(plan) == (
-        "OverlapPlan(\n  steps are synchronised, because there are 2 optimizers (use one)\n  it is manual (do not)\n)"
+        "OverlapPlan(\n  steps are synchronised, because there are 2 optimizers (use one)\n  because it is manual (do not)\n)"
     )
 
 

@@ -127,6 +127,16 @@ def test_a_rank_that_dies_where_no_collective_breaks_is_found_by_those_that_wait
     assert str(waiting.no_hope()) == "Rank 1 failed: it shows no sign of life"
 
 
+def test_a_rank_that_has_met_the_others_and_dies_before_its_first_sign_is_found(
+    board: MakeBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board_module, "NATIVE_S", 0.5)
+    waiting = board(0)
+    waiting.all_came = True
+    until(waiting.no_hope)
+    assert str(waiting.no_hope()) == "Rank 1 failed: it shows no sign of life"
+
+
 def test_a_rank_that_has_vanished_is_found_by_those_whose_training_waits_for_it(
     board: MakeBoard, store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

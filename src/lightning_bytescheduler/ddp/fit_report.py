@@ -105,7 +105,7 @@ class OverlapPlan:
             return f"{ONE_RANK}."
         if not self.overlapped:
             how = ", and taken as DDP takes them" if self.as_ddp and not self.compressed else ""
-            return f"steps are synchronised{how}, because {'; '.join(self.reasons)}{self._besides()}."
+            return f"steps are synchronised{how}, because {'; because '.join(self.reasons)}{self._besides()}."
         because = f", because {self.pace}" if self.pace else ""
         if self.as_ddp:
             return f"steps are {'' if self.compressed else 'taken '}{self._as_ddp}{because}{self._besides()}."

@@ -327,7 +327,7 @@ class ByteSchedulerStrategy(RankStrategy):
         """
         if self.fit is None:
             raise UnsupportedError(
-                "weighting='samples': training data was loaded before the model is wrapped, as by "
+                "batch_size=...: training data was loaded before the model is wrapped, as by "
                 "trainer.estimated_stepping_batches in setup. Ask for that in configure_optimizers, or later."
             )
         return self.fit

@@ -257,7 +257,8 @@ class FaultBoard:
         # For how long a rank may show no sign of life, as threads ask, and until when each is heeded.
         self._silences: dict[float, float] = {}
         self._askers = 0  # threads that wait for what the watcher learns
-        self._urgent = False
+        self.all_came = False  # whether a rank that has never shown a sign of life may be dead, too
+        self._urgent = True  # the first sign of life comes at once
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="bytescheduler-fault-watch", daemon=True)
         self._hosts_store = hosts_store
@@ -508,7 +509,7 @@ class FaultBoard:
     def _vanished(self, silence: float | None) -> list[int]:
         """Ranks that came, and have shown no sign of life for long: as threads ask, or while the training waits."""
         silent = self._signs.silent(_VANISHED * NATIVE_S if silence is None else silence)
-        return [rank for rank in silent if rank in self._signs.standings()]
+        return silent if self.all_came else [rank for rank in silent if rank in self._signs.standings()]
 
     def _locate(self, error: BaseException) -> BaseException:
         """Name a rank that has vanished without breaking a connection; if all live, say what each is doing."""
@@ -707,6 +708,7 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
         RankFailedError: If another rank has failed. A rank that does not come back from torch is ended.
     """
     board = FaultBoard.open(rank=rank, world_size=world_size, store=store)
+    board.all_came = True  # they have just met
     if rank < 2:  # rank 0 for all, and rank 1 in case rank 0 has died
         board.look_after_others(NATIVE_S, seconds=math.inf)
     hint = threading.Timer(_CONNECTING_S, log.warning, [connection_hint(world_size, host, port)])

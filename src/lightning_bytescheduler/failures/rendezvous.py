@@ -392,7 +392,7 @@ class Meeting:
         try:
             if not opens:
                 self._look_for(host, port)
-            # Ranks of plain DDP count those that connect, and go on to where they are noticed once all have.
+            # A rank of plain DDP that has the store waits until as many have connected.
             store = dist.TCPStore(
                 host,
                 port,

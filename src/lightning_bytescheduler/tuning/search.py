@@ -20,7 +20,7 @@ A search has five stages.
 3. *Confirmation*. The best point and plain DDP are measured again in turns, unless one is clearly faster.
 4. *Settled*. The winner stays in force, and step times are watched.
 5. *Drift*. When the step time has changed for good, the next search starts from the point in force. It waits until the
-   last search began ``cost_steps`` steps ago, so that both together stay within the budget.
+   last search began 500 steps ago, so that both together stay within the budget.
 
 *Time lost* (:meth:`Exploration.left_seconds`) is the time that steps took beyond the best known step time. Its budget
 is a share of the steps since the search began, and from the start that share of 500 steps: with 2%, the time of ten
