@@ -7,11 +7,27 @@ import argparse
 import pytest
 
 from lightning_bytescheduler.collectives import server_meeting
-from lightning_bytescheduler.exceptions import RankFailedError
+from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError
 
 
 class Left(BaseException):
     """In place of the process's end."""
+
+
+def test_what_a_server_waits_for_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(host: str, port: int) -> None:
+        raise OSError("name or service not known")
+
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+
+    monkeypatch.setattr(server_meeting, "StorePresence", unknown)
+    monkeypatch.setattr(server_meeting.time, "sleep", lambda _: None)
+    with pytest.raises(SchedulerTimeoutError, match="no training at node-zero:1"):
+        server_meeting.serve("node-zero", 1, timeout=0.1, say=say)
+    assert said == ["Waiting for the training at node-zero:1 (name or service not known)."]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_a_batch_has_as_many_samples_as_its_tensors_are_long(batch: Any, number:
 def test_a_batch_of_unlike_lengths_is_an_error_that_names_the_way_out(batch: Any) -> None:
     with pytest.raises(OptionError, match=r"different lengths \(.*Give weighting= a function of the batch"):
         SampleCounter(None, 0).count(batch)
-    with pytest.raises(UnsupportedError, match=r"different lengths \(.*whose batch_samples\(batch\) says it"):
+    with pytest.raises(UnsupportedError, match=r"different lengths \(.*whose batch_samples\(batch\) returns"):
         PerformanceMonitor().batch_samples(batch)
 
 
@@ -293,6 +293,17 @@ def test_what_an_epoch_leaves_of_a_step_is_none_of_the_next() -> None:
 
 def test_a_step_without_any_sample_has_no_gradient() -> None:
     assert SampledWeight([(0, posted(0, 0))]).factor == 0.0
+
+
+def test_steps_without_any_sample_are_warned_of_once(recwarn: pytest.WarningsRecorder) -> None:
+    weights = weights_of([0, 0, 0, 0, 0], [1, 0, 0, 0, 0])
+    said = []
+    for _ in range(5):
+        weights.begin_batch("batch")
+        said.append(len(recwarn))
+        step_of(weights)
+    assert said == [0, 0, 1, 1, 1], "a rank without samples is none; the second step has none on any rank"
+    assert "weighting='weights_of.<locals>.<lambda>' has counted no sample on any rank" in str(recwarn[0].message)
 
 
 # ---------------------------------------------------------------------- who waits

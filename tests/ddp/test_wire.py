@@ -22,3 +22,10 @@ def test_a_rank_keeps_an_error_of_its_own_when_another_has_failed() -> None:
         cause,
     ):
         assert Wire.explain(wire, consequence) is cause
+
+
+def test_a_rank_that_may_have_ended_without_an_error_is_thought_of() -> None:
+    core = SimpleNamespace(abort_cause=None, abort=lambda cause: None)
+    wire: Any = SimpleNamespace(core=core, servers=None, _explained_by_board=lambda error: error)
+    found = Wire.on_error(wire, RuntimeError("gloo: Connection closed by peer"))
+    assert "has ended earlier without an error, as with fewer batches; this broke here: gloo" in str(found)

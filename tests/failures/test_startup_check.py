@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import subprocess
 import sys
 import threading
@@ -214,9 +215,11 @@ def test_a_rank_that_cannot_connect_ends_the_others(patience: float, how: str) -
         assert "RankFailedError: Rank 1 failed: RanksUnreachableError" in waiting
 
 
-def meet_on(port: int, *, rank: int, strategy: str = "bytescheduler", timeout: float = 60.0) -> dist.Store:
+def meet_on(
+    port: int, *, rank: int, strategy: str = "bytescheduler", timeout: float = 60.0, host: str = "127.0.0.1"
+) -> dist.Store:
     meeting = Meeting(rank=rank, world_size=2, strategy=strategy, timeout=timeout)
-    return meeting.at("127.0.0.1", port)
+    return meeting.at(host, port)
 
 
 def test_ranks_meet_whichever_comes_first() -> None:
@@ -251,6 +254,15 @@ def test_a_first_rank_that_does_not_come_is_named(
     with caplog.at_level(logging.WARNING), pytest.raises(SchedulerTimeoutError, match=f"to open 127.0.0.1:{port}"):
         meet_on(port, rank=1, timeout=0.3)
     assert "rank 1 has been waiting for " in caplog.text
+
+
+def test_a_master_address_that_is_no_name_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(SchedulerTimeoutError, match=r"does not know the name 'node-zero' \(no such name\)"):
+        meet_on(1, rank=1, timeout=0.0, host="node-zero")
 
 
 @pytest.mark.parametrize("hangs", [True, False])

@@ -617,7 +617,7 @@ def serve(host: str, port: int, *, timeout: float = 1800.0, say: Callable[[str],
         RankFailedError: If a worker has died.
     """
     require_seconds("timeout", timeout)
-    presence = _reach(host, port, timeout)
+    presence = _reach(host, port, timeout, say)
     own = presence.own_address
     choose_interface(host)
     store = meeting_store(
@@ -654,8 +654,8 @@ def serve(host: str, port: int, *, timeout: float = 1800.0, say: Callable[[str],
         presence.close()
 
 
-def _reach(host: str, port: int, timeout: float) -> StorePresence:
-    deadline = time.monotonic() + timeout
+def _reach(host: str, port: int, timeout: float, say: Callable[[str], object]) -> StorePresence:
+    deadline, said = time.monotonic() + timeout, False
     while True:
         try:
             return StorePresence(host, port)
@@ -665,6 +665,9 @@ def _reach(host: str, port: int, timeout: float) -> StorePresence:
                     f"There is no training at {host}:{port} within {timeout:g} s ({error}). Check MASTER_ADDR and "
                     "MASTER_PORT; they are those of rank 0."
                 ) from error
+            if not said:
+                say(f"Waiting for the training at {host}:{port} ({error}).")
+                said = True
         time.sleep(0.2)
 
 

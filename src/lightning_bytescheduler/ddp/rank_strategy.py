@@ -39,6 +39,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.__about__ import __version__
@@ -49,7 +50,12 @@ from lightning_bytescheduler.ddp.decided_fit import DecidedFit, FitOptions
 from lightning_bytescheduler.ddp.fit_report import OverlapPlan, SchedulerStatistics
 from lightning_bytescheduler.ddp.sigterm import ends_by_sigterm, sigterm_ends_at_once
 from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
-from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError, SchedulerClosedError
+from lightning_bytescheduler.exceptions import (
+    RankFailedError,
+    RanksDivergedError,
+    SchedulerClosedError,
+    UnsupportedError,
+)
 from lightning_bytescheduler.failures.board import FaultBoard, connected
 from lightning_bytescheduler.failures.messages import phrase
 from lightning_bytescheduler.failures.rendezvous import Introduction, Meeting, hold_roll_call, require_alike
@@ -128,11 +134,22 @@ def introduce(
 
 
 def model_facts(parameters: Iterable[nn.Parameter]) -> dict[str, str]:
-    """Return the number, shapes and types of trained parameters, as facts to compare."""
-    shapes = [(tuple(p.shape), str(p.dtype)) for p in parameters if p.requires_grad]
+    """Return the number, shapes and types of trained parameters, as facts to compare.
+
+    Raises:
+        UnsupportedError: If a parameter has no shape yet, as those of ``nn.LazyLinear``.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    if any(map(is_lazy, trained)):
+        raise UnsupportedError(
+            "The model has parameters without a shape, as those of nn.LazyLinear, which ranks cannot share. Run a "
+            "forward pass of the model with a dummy batch before fit."
+        )
+    shapes = [(tuple(p.shape), str(p.dtype)) for p in trained]
     digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
-    values = sum(torch.Size(shape).numel() for shape, _ in shapes)
-    return {"trained model": f"{len(shapes)} tensors of {values:,} values (digest of shapes and types {digest})"}
+    values, types = sum(p.numel() for p in trained), ", ".join(sorted({kind for _, kind in shapes}))
+    tensors = f"{len(shapes)} tensors of {values:,} values, of type {types}"
+    return {"trained model": f"{tensors} (digest of shapes and types {digest})"}
 
 
 def optimizer_facts(optimizers: Sequence[Optimizer]) -> tuple[dict[str, str], dict[str, str]]:

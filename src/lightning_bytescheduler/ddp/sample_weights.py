@@ -41,6 +41,7 @@ from torch import nn
 from lightning_bytescheduler.checks import did_you_mean, is_whole
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange, PostedNumbers
 from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.lightning_api import rank_zero_warn
 
 _UNDER_WAY = 64  # most batches that the host may be ahead of the GPU
 
@@ -205,6 +206,7 @@ class SampleCounter:
         self._samples = samples
         self._rank = rank
         self._batches = 0
+        self.name = "samples" if samples is None else name_of(samples)
 
     def count(self, batch: Any) -> int:
         """Return the samples of the next batch.
@@ -214,17 +216,17 @@ class SampleCounter:
         """
         self._batches += 1
         if isinstance(batch, Iterator):  # reading it would use it up
-            raise self._error("samples", "training_step(dataloader_iter) has no batch to count samples of")
+            raise self._error("training_step(dataloader_iter) has no batch to count samples of")
         if self._samples is None:
             try:
                 return samples_in(batch)
             except (ValueError, RecursionError, TypeError) as error:
-                raise self._error("samples", f"its batch has no size: {error}") from error
+                raise self._error(f"its batch has no size: {error}") from error
         try:
             number = self._samples(batch)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-            raise self._error(name_of(self._samples), f"the function failed with {said}") from error
+            raise self._error(f"the function failed with {said}") from error
         one = number.item() if isinstance(number, torch.Tensor) and number.numel() == 1 else number
         try:
             whole = -1 if isinstance(one, bool) or int(one) != one else int(one)
@@ -232,12 +234,12 @@ class SampleCounter:
             whole = -1
         if not 0 <= whole < _MOST:
             shown = f"{number!r} of type {type(number).__name__}"
-            raise self._error(name_of(self._samples), f"the function returned {shown}")
+            raise self._error(f"the function returned {shown}")
         return whole
 
-    def _error(self, value: str, fact: str) -> OptionError:
+    def _error(self, fact: str) -> OptionError:
         where = f"on rank {self._rank}, in training batch {self._batches} of this fit"
-        return OptionError("weighting", value, "", says=f"weighting={value!r}: {where}, {fact}. {_WAY_OUT}")
+        return OptionError("weighting", self.name, "", says=f"weighting={self.name!r}: {where}, {fact}. {_WAY_OUT}")
 
 
 class Weighting:
@@ -337,10 +339,15 @@ class SampledWeight(StepWeight):
         """See :class:`StepWeight`."""
         return all(posted.known for _, posted in self._batches)
 
+    @property
+    def total(self) -> int:
+        """The samples of all ranks, once they are known."""
+        return sum(row[0] for _, posted in self._batches for row in posted.rows)
+
     @cached_property
     def factor(self) -> float:
         """Replaces 1 / ranks; 0 if this rank has no sample. If no rank has one, the step's gradient is 0."""
-        total = sum(row[0] for _, posted in self._batches for row in posted.rows)
+        total = self.total
         return _first(self._batches) * len(self._batches) / total if total else 0.0
 
     def when_known(self, then: Callable[[], None]) -> None:
@@ -434,6 +441,8 @@ class SampleWeights(RankWeights):
         self._batch: tuple[int, PostedNumbers] | None = None
         self._step: list[tuple[int, PostedNumbers]] = []  # batches since the last pass that communicated
         self._in_backward = False
+        self._last: SampledWeight | None = None  # of the step before
+        self._warned = False
 
     def begin_batch(self, batch: Any) -> None:
         """Begin the forward pass of ``batch``: post its number of samples, without waiting for the others'.
@@ -441,6 +450,7 @@ class SampleWeights(RankWeights):
         Raises:
             OptionError: If the number cannot be counted. Nothing is posted then.
         """
+        self._warn_without_samples()
         size = None if self._sizes is None else self._sizes.size_of(self._position())
         number = 0 if size == 0 else self._counter.count(batch)
         if self._device_time is not None:
@@ -453,6 +463,14 @@ class SampleWeights(RankWeights):
         self._own = size or 0
         self._took = [self._own, 0]
         self.begin_computing()
+
+    def _warn_without_samples(self) -> None:
+        if self._last is not None and self._last.known and not self._last.total and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"bytescheduler: weighting={self._counter.name!r} has counted no sample on any rank in a whole step. "
+                f"The gradient of such a step is 0. If this is not meant: {_WAY_OUT}"
+            )
 
     def begin_computing(self) -> None:
         """See :class:`RankWeights`."""
@@ -525,7 +543,10 @@ class SampleWeights(RankWeights):
         batches, self._step = self._step, []
         if not self._in_backward and self._batch is not None:  # a loss.backward() outside of Lightning
             batches.append(self._batch)
-        return SampledWeight(batches) if batches else self.equal
+        if not batches:
+            return self.equal
+        self._last = SampledWeight(batches)
+        return self._last
 
     def close(self, timeout: float) -> None:
         """See :class:`RankWeights`."""

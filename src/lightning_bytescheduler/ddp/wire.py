@@ -391,7 +391,8 @@ class Wire:
             error = found
         cause = self.core.abort_cause or self._explained_by_board(error)
         if is_communication_error(cause):
-            cause = RankFailedError(None, f"which one is not known; this broke here: {error}")
+            ended = "or it has ended earlier without an error, as with fewer batches"
+            cause = RankFailedError(None, f"which one is not known, {ended}; this broke here: {error}")
             cause.__cause__ = error
         self.core.abort(cause)
         return cause

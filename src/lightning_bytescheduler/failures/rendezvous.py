@@ -454,7 +454,7 @@ class Meeting:
             return (
                 f"rank {self.rank} has been waiting for {waited:.0f} s for rank 0 to open {host}:{port}. Is rank 0 "
                 f"started, and can it be reached from {socket.gethostname()}? MASTER_ADDR and MASTER_PORT say where it "
-                "is."
+                f"is.{unknown_name(host)}"
             ), True
 
         for _ in self._looks(who_is_missing):
@@ -484,6 +484,15 @@ class Meeting:
 
     def _looks(self, who_is_missing: _Missing) -> Iterator[float]:
         return _patient_looks(who_is_missing, timeout=self.timeout, failure=lambda: None)
+
+
+def unknown_name(host: str) -> str:
+    """A sentence, after a space, if this machine cannot look up the address of ``host``; else nothing."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return f" {socket.gethostname()} does not know the name {host!r} ({error})."
+    return ""
 
 
 def connection_hint(world_size: int, host: str, port: int) -> str:
