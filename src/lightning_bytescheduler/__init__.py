@@ -13,6 +13,8 @@ from lightning_bytescheduler.exceptions import *  # noqa: F403  # all of them
 from lightning_bytescheduler.registration import register_strategies
 
 if TYPE_CHECKING:
+    from lightning_bytescheduler.checking.check import check as check
+    from lightning_bytescheduler.checking.report import CheckReport as CheckReport
     from lightning_bytescheduler.collectives.push_pull_store import PushPullStore as PushPullStore
     from lightning_bytescheduler.ddp.fabric_strategy import ByteSchedulerFabricStrategy as ByteSchedulerFabricStrategy
     from lightning_bytescheduler.ddp.fit_report import OverlapPlan as OverlapPlan
@@ -31,6 +33,7 @@ else:
 _IMPORTED_AT_FIRST_USE = {
     "ByteSchedulerFabricStrategy": "ddp.fabric_strategy",
     "ByteSchedulerStrategy": "ddp.strategy",
+    "CheckReport": "checking.report",
     "CreditTuner": "tuning.credit_tuner",
     "DiLoCoStrategy": "diloco.strategy",
     "LinkModel": "simulation.link",
@@ -40,6 +43,7 @@ _IMPORTED_AT_FIRST_USE = {
     "PushPullStore": "collectives.push_pull_store",
     "SchedulerStatistics": "ddp.fit_report",
     "SliceDataModule": "slices.data_module",
+    "check": "checking.check",
     "predict": "predicting.predict",
 }
 

@@ -65,16 +65,16 @@ class Trainings:
             initial=dict.fromkeys(NAMES, "start"),
             weights=dict.fromkeys(NAMES, value.hex()),
             metrics={"loss": value.hex()},
-            seconds=(0.2 if spec.scheduled else 0.3,) * spec.steps,
+            seconds=(0.2 if spec.strategy != "ddp" else 0.3,) * spec.steps,
             trace={s: dict.fromkeys(NAMES, losses[s - 1].hex()) for s in range(1, spec.steps + 1)}
             if spec.traced
             else {},
-            needs_norm=self.needs_norm and spec.scheduled,
+            needs_norm=self.needs_norm and spec.strategy != "ddp",
         )
         return made(spec, *(self.change(spec, replace(record, rank=rank)) for rank in range(self.world_size)))
 
     def _off(self, spec: RunSpec) -> Callable[[int], float]:
         noise = len(self.made) if self.noisy else 0
-        order = self.sum_order if spec.scheduled else 0.0
+        order = self.sum_order if spec.strategy != "ddp" else 0.0
         reads = self.stale and spec.strategy in ("configured", "strict")
         return lambda step: 0.01 * noise + order * min(step, 1) + (0.001 if reads and step >= 3 else 0.0)

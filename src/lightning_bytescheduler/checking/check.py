@@ -1,14 +1,15 @@
-"""``check``: the command, and how it runs the user's training.
+"""``check``: the command, the function for notebooks, and how they run the user's training.
 
 The user's command is started unchanged, in processes of its own, with our strategies registered in each of its Python
-processes. Waits for these processes are bounded, and processes that are left over are ended. Messages on stderr tell
-the progress.
+processes. A notebook's process is forked. Waits for these processes are bounded, and processes that are left over are
+ended. Messages on stderr tell the progress.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 import os
 import shutil
 import signal
@@ -16,9 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning_bytescheduler.checking.report import (
     LEFT_OUT,
@@ -26,6 +29,7 @@ from lightning_bytescheduler.checking.report import (
     PROGRESS,
     REFUSED,
     STARTED,
+    CheckReport,
     RankRecord,
     RunResult,
     RunSpec,
@@ -35,7 +39,10 @@ from lightning_bytescheduler.checking.report import (
 )
 from lightning_bytescheduler.checks import require_positive, require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.registration import CHECK_VARIABLE
+from lightning_bytescheduler.registration import CHECK_VARIABLE, require_same_package
+
+if TYPE_CHECKING:
+    from lightning_bytescheduler.lightning_api import pl
 
 _STEPS = 50
 _TIMEOUT = 600.0
@@ -59,19 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, default=_STEPS, metavar="N", help=f"optimizer steps of each run (default: {_STEPS})"
     )
     parser.add_argument("--devices", type=int, metavar="N", help="train on so many devices, whatever the Trainer says")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=_TIMEOUT,
-        metavar="SECONDS",
-        help=f"end a run after so long; it counts as hanging (default: {_TIMEOUT:g})",
-    )
-    parser.add_argument(
-        "command",
-        nargs=argparse.REMAINDER,
-        metavar="-- COMMAND",
-        help="the command that trains, such as: -- python train.py --lr 1",
-    )
+    hangs = f"end a run after so long; it counts as hanging (default: {_TIMEOUT:g})"
+    parser.add_argument("--timeout", type=float, default=_TIMEOUT, metavar="SECONDS", help=hangs)
+    trains = "the command that trains, such as: -- python train.py --lr 1"
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=trains)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -88,31 +86,80 @@ def run(options: argparse.Namespace) -> int:
         UnsupportedError: If this process is one of several ranks.
         OSError: If the command cannot be started.
     """
-    require_whole("steps", options.steps, 1)
-    if options.devices is not None:
-        require_whole("devices", options.devices, 2)
-    require_positive("timeout", options.timeout, of="seconds")
     command = options.command[1:] if options.command[:1] == ["--"] else list(options.command)
     if not command:
         raise OptionError("command", "", "the command that trains, such as `-- python train.py`")
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        raise UnsupportedError(
-            "The check starts the ranks itself and was started as one of several. Start it once, with the launcher "
-            "behind it: lightning-bytescheduler check -- torchrun --nproc-per-node 2 train.py"
-        )
     if command[0].endswith(".py"):
         if not os.path.exists(command[0]):
             raise OptionError("command", command[0], "a script that is there, or another command that trains")
         command.insert(0, sys.executable)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     try:
-        with tempfile.TemporaryDirectory(prefix="bytescheduler-check-", ignore_cleanup_errors=True) as root:
-            launch = partial(make_run, partial(start_command, command), Path(root), timeout=options.timeout)
-            report = investigate(launch, steps=options.steps, devices=options.devices)
+        report = _report(partial(start_command, command), options.steps, options.devices, options.timeout)
     finally:
         signal.signal(signal.SIGTERM, before)
-    print(report.text())
+    print(report)
     return report.exit_code
+
+
+def check(
+    trainer: pl.Trainer,
+    model: pl.LightningModule,
+    train_dataloaders: Any = None,
+    val_dataloaders: Any = None,
+    datamodule: pl.LightningDataModule | None = None,
+    *,
+    steps: int = _STEPS,
+    devices: int | None = None,
+    timeout: float = _TIMEOUT,
+) -> CheckReport:
+    """Train for some steps with ``ddp`` and with ``bytescheduler``, and compare. Changes nothing in this process.
+
+    Each run is made in a fork of this process, and so are its ranks, as with ``ddp_notebook``: it has the objects as
+    they are now. The Trainer's strategy is replaced; its DDP options are kept. Each rank computes with one thread.
+
+    Args:
+        trainer: A Trainer with the options of the training; it must not be in a fit.
+        model: The model to train.
+        train_dataloaders: As for ``Trainer.fit``.
+        val_dataloaders: As for ``Trainer.fit``.
+        datamodule: As for ``Trainer.fit``.
+        steps: Optimizer steps of each run.
+        devices: Number of devices to train on, instead of the Trainer's.
+        timeout: Seconds after which a run is ended; it then counts as hanging.
+
+    Returns:
+        The result. Print it; ``equal`` is the answer.
+
+    Raises:
+        OptionError: If an option's value is not allowed, or the first argument is no Trainer.
+        UnsupportedError: If this process is one of several ranks, or ``trainer`` is from the other package of
+            Lightning.
+    """
+    require_same_package(trainer, "check()")
+    from lightning_bytescheduler.checking.injected import train_forked  # imports torch
+    from lightning_bytescheduler.lightning_api import pl
+
+    if not isinstance(trainer, pl.Trainer):
+        raise OptionError("trainer", trainer, "a Trainer, as in check(trainer, model, ...)")
+    arguments = (model, train_dataloaders, val_dataloaders, datamodule)
+    return _report(partial(start_fork, partial(train_forked, trainer, arguments)), steps, devices, timeout)
+
+
+def _report(start: Start, steps: int, devices: int | None, timeout: float) -> CheckReport:
+    require_whole("steps", steps, 1)
+    if devices is not None:
+        require_whole("devices", devices, 2)
+    require_positive("timeout", timeout, of="seconds")
+    if "WORLD_SIZE" in os.environ and {"RANK", "LOCAL_RANK"} & os.environ.keys():
+        raise UnsupportedError(
+            "The check starts the ranks itself, and this process is one of several or has trained with ddp. Start it "
+            "once, with the launcher behind it: lightning-bytescheduler check -- torchrun --nproc-per-node 2 train.py. "
+            "In a notebook, restart the kernel first."
+        )
+    with tempfile.TemporaryDirectory(prefix="bytescheduler-check-", ignore_cleanup_errors=True) as root:
+        launch = partial(make_run, start, Path(root), timeout=timeout)
+        return investigate(launch, steps=steps, devices=devices)
 
 
 # ── Runs ────────────────────────────────────────────────────────────────────────────────────────────
@@ -164,7 +211,6 @@ def start_command(command: Sequence[str], _: RunSpec, folder: Path) -> tuple[int
         CHECK_VARIABLE: str(folder / _RUN),
         "WANDB_MODE": "disabled",  # also for scripts that call wandb.init themselves
     }
-    environment.pop("BYTESCHEDULER_TIMELINE", None)  # the user's file must not be overwritten
     with open(folder / OUTPUT, "wb") as output:
         process = subprocess.Popen(
             command,
@@ -175,6 +221,15 @@ def start_command(command: Sequence[str], _: RunSpec, folder: Path) -> tuple[int
             start_new_session=True,
         )
     return process.pid, process.poll
+
+
+def start_fork(train: Callable[[Path], None], _: RunSpec, folder: Path) -> tuple[int, Poll]:
+    """A :data:`Start` by fork: ``train`` is called in a fork of this process, with the file of the run."""
+    process = multiprocessing.get_context("fork").Process(target=train, args=(folder / _RUN,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads that a fork leaves behind; none is needed
+        process.start()
+    return cast(int, process.pid), lambda: process.exitcode
 
 
 def wait_for(folder: Path, poll: Poll, *, timeout: float) -> int | None:

@@ -1,7 +1,8 @@
 """In each process of a script under check: replace the strategy, record the first fit, then end the process.
 
 The registration of our strategies calls :func:`install` when a package's Trainer has been imported, if the environment
-says so. The adapters are imported later, by the first Trainer, which decides from which package they come.
+says so. The adapters are imported later, by the first Trainer, which decides from which package they come. In a fork of
+a notebook's process, :func:`train_forked` does the same for a Trainer that exists.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,22 @@ import numpy
 import torch
 
 from lightning_bytescheduler import registration
-from lightning_bytescheduler.checking.report import LEFT_OUT, STARTED, RunSpec, kept, refuse
+from lightning_bytescheduler.checking.report import LEFT_OUT, OUTPUT, STARTED, RunSpec, kept, refuse
 from lightning_bytescheduler.exceptions import UnsupportedError
 
 _SEED = 20240  # of all random numbers; each rank adds its own number
 
 
-def install(pytorch: Any) -> None:
+def install(pytorch: Any, *, forked: bool = False) -> None:
     """Change what Trainers do in this process, for the run that the environment variable names.
 
     Args:
         pytorch: ``lightning.pytorch`` or ``pytorch_lightning``. A script may import both, perhaps through a library.
+        forked: Whether ranks are forked from this process, whatever the Trainer's strategy does.
     """
     path = Path(os.environ[registration.CHECK_VARIABLE])
     spec, folder = kept(RunSpec, path), path.parent
+    os.environ.pop("BYTESCHEDULER_TIMELINE", None)  # the user's file must not be overwritten
     (folder / STARTED).touch()
     # Names this process to the check, which may have to end it: its process group may not be its parent's.
     (folder / f"process{os.getpid()}.txt").touch()
@@ -42,10 +45,7 @@ def install(pytorch: Any) -> None:
     package: Any = pytorch.__name__.partition(".")[0]
 
     def decided() -> None:
-        try:
-            registration.use_package(package, f"The script trains with {package}")
-        except UnsupportedError as error:
-            refuse(folder, str(error))
+        registration.use_package(package, f"The script trains with {package}")
         os.environ[registration.VARIABLE] = package  # for processes that this one starts
 
     fabric = "lightning.fabric" if package == "lightning" else "lightning_fabric"
@@ -54,9 +54,17 @@ def install(pytorch: Any) -> None:
     # The connector gets the Trainer's arguments with defaults and environment variables filled in.
     @_replaces(accelerators._AcceleratorConnector, "__init__")
     def connect(original: Callable[..., Any], connector: Any, **arguments: Any) -> None:
-        decided()
-        with contextlib.suppress(KeyError):  # an unknown strategy: Lightning raises its own error below
-            arguments["strategy"] = _strategy(spec, folder, arguments.get("strategy"))
+        try:
+            decided()
+            from lightning_bytescheduler.checking.recorder import left_out, strategy_for
+
+            given = arguments.get("strategy")
+            if names := left_out(given):
+                (folder / LEFT_OUT).write_text(", ".join(names))
+            with contextlib.suppress(KeyError):  # an unknown strategy: Lightning raises its own error below
+                arguments["strategy"] = strategy_for(spec, given, forked=forked)
+        except UnsupportedError as error:
+            refuse(folder, str(error))
         if spec.devices is not None:
             arguments["devices"] = spec.devices
         original(connector, **arguments)
@@ -68,15 +76,36 @@ def install(pytorch: Any) -> None:
     _watch_fits(spec, folder, pytorch.Trainer, decided)
 
 
-def _strategy(spec: RunSpec, folder: Path, given: Any) -> Any:
-    from lightning_bytescheduler.checking.recorder import left_out, strategy_for
+def train_forked(trainer: Any, arguments: Sequence[Any], run: Path) -> None:
+    """In a process that was forked for a run: fit, with the strategy under check and new ranks.
 
-    if names := left_out(given):
-        (folder / LEFT_OUT).write_text(", ".join(names))
-    try:
-        return strategy_for(spec, given)
-    except UnsupportedError as error:
-        refuse(folder, str(error))
+    Args:
+        trainer: The Trainer.
+        arguments: Those of ``Trainer.fit``.
+        run: The file of the run's description.
+    """
+    from lightning_bytescheduler.lightning_api import pl, trainer_module
+
+    os.setsid()  # a process group that can be ended as a whole
+    # The fork has no threads of the notebook's process, so computing must not wait for them; one thread does not.
+    torch.set_num_threads(1)
+    os.environ |= {registration.CHECK_VARIABLE: str(run), "OMP_NUM_THREADS": "1"}
+    sys.stdout = sys.stderr = open(run.parent / OUTPUT, "w", buffering=1)  # noqa: SIM115  # until the process ends
+    for number in (1, 2):
+        os.dup2(sys.stdout.fileno(), number)
+    warnings.simplefilter("default")  # errors that the caller has made of warnings would end the fork
+    install(pl, forked=True)
+    connector = trainer._accelerator_connector
+    trainer._accelerator_connector = trainer_module._AcceleratorConnector(
+        devices=trainer.num_devices if trainer.strategy.root_device.type == "cpu" else trainer.device_ids,
+        num_nodes=trainer.num_nodes,
+        accelerator=trainer.accelerator,
+        strategy=trainer.strategy,
+        plugins=[trainer.precision_plugin, *filter(None, [connector.checkpoint_io])],
+        sync_batchnorm=connector._layer_sync is not None,
+        use_distributed_sampler=connector.use_distributed_sampler,
+    )
+    trainer.fit(*arguments)
 
 
 def _replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
@@ -117,7 +146,8 @@ def _watch_fits(spec: RunSpec, folder: Path, trainer_class: Any, first: Callable
         if trainer.world_size < 2:
             refuse(
                 folder,
-                "The script's Trainer has 1 device, so it has nothing to communicate. Give the check `--devices 2`.",
+                "The script's Trainer has 1 device, so it has nothing to communicate. Give the check `--devices 2`; in "
+                "a notebook, devices=2.",
             )
         original(trainer, *arguments, **options)
         sys.stdout.flush()

@@ -190,7 +190,7 @@ class Recorder(pl.Callback):
         if self._spec.traced:
             record.trace.setdefault(record.steps, record.weights)
         if plan is not None:
-            record.plan, record.needs_norm, record.as_ddp = repr(plan), bool(plan.norm_needed_by), plan.as_ddp
+            record.plan, record.needs_norm = repr(plan), bool(plan.norm_needed_by)
         keep(record, record_path(self._folder, record))
 
     def failed(self, trainer: pl.Trainer, error: BaseException) -> None:
@@ -216,8 +216,9 @@ def _optimizer_state(trainer: pl.Trainer, module: nn.Module) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------- the strategy
 
+_FROM_THE_CONNECTOR = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 _HELD = (
-    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+    *_FROM_THE_CONNECTOR,
     *("process_group_backend", "timeout", "start_method"),
     *("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"),
 )
@@ -237,18 +238,22 @@ _STRICT: dict[str, Any] = {
 }
 
 
-def strategy_for(spec: RunSpec, given: str | Strategy | None) -> Strategy:
+def strategy_for(spec: RunSpec, given: str | Strategy | None, *, forked: bool = False) -> Strategy:
     """The strategy under check, with the DDP options of ``given``.
 
     Args:
         spec: The run.
         given: The Trainer's ``strategy``.
+        forked: Whether the Trainer is a notebook's: ranks are forked, and a new connector sets devices and plugins.
 
     Raises:
         UnsupportedError: If ``given`` is neither DDP nor ByteScheduler, or cannot be replaced by them.
     """
     options, own = _options_of(given)
-    if not spec.scheduled:
+    if forked:
+        options = {key: value for key, value in options.items() if key not in _FROM_THE_CONNECTOR}
+        options["start_method"] = "fork"
+    if spec.strategy == "ddp":
         if options.get("bucket_cap_mb") is None:
             options.pop("bucket_cap_mb", None)
         return DDPStrategy(**options)

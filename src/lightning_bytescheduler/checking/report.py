@@ -66,11 +66,6 @@ class RunSpec:
     devices: int | None = None
     traced: bool = False
 
-    @property
-    def scheduled(self) -> bool:
-        """Whether ``bytescheduler`` trains."""
-        return self.strategy != "ddp"
-
 
 @dataclass(kw_only=True, slots=True)
 class RankRecord:
@@ -90,7 +85,6 @@ class RankRecord:
         trace: Digests of weights after each step of a traced run.
         plan: What overlapped, in words; empty under ``ddp``.
         needs_norm: Whether updates needed the norm of all gradients.
-        as_ddp: Whether steps were plain DDP's at the end.
     """
 
     rank: int = 0
@@ -106,7 +100,6 @@ class RankRecord:
     trace: dict[int, dict[str, str]] = field(default_factory=dict)
     plan: str = ""
     needs_norm: bool = False
-    as_ddp: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,6 +289,11 @@ class CheckReport:
     changing_metrics: tuple[str, ...] = ()
 
     @property
+    def equal(self) -> bool:
+        """Whether both strategies trained the same, to the last bit or to rounding."""
+        return self.exit_code == 0
+
+    @property
     def exit_code(self) -> int:
         """0 if both trained the same, 1 if not, 2 if that could not be checked."""
         return _EXIT_CODES[self.verdict]
@@ -310,7 +308,7 @@ class CheckReport:
         for run in self.runs:
             typical = [_median_ms(record.seconds) for record in run.ranks if record.seconds]
             if typical and run.spec.strategy in ("ddp", "configured") and not run.spec.traced:
-                times["bytescheduler" if run.spec.scheduled else "ddp"].append(max(typical))
+                times["ddp" if run.spec.strategy == "ddp" else "bytescheduler"].append(max(typical))
         return times
 
     @property
@@ -324,6 +322,8 @@ class CheckReport:
     def text(self) -> str:
         """The whole report, in a few lines."""
         return "\n".join([self.headline(), *(f"  {line}" for line in self._lines())])
+
+    __str__ = text
 
     def headline(self) -> str:
         """The answer in one line."""
@@ -377,8 +377,6 @@ class CheckReport:
         if shown:
             yield f"a step, median of each run: {', '.join(shown)} (on this machine and link)"
         for configured in [run.first for run in whole if run.spec.strategy == "configured"][-1:]:
-            if configured.as_ddp:
-                yield "at the end, bytescheduler took steps as DDP takes them, as little could be hidden here"
             yield from (f"bytescheduler's plan: {line.strip()}" for line in configured.plan.splitlines()[1:-1])
         if self.changing_metrics:
             yield f"not compared, as they differ between two runs of ddp: {some_of(self.changing_metrics)}"
@@ -438,11 +436,7 @@ def _median_ms(seconds: Sequence[float]) -> float:
 
 
 class _Ended(Exception):
-    """Ends the check; carries the report."""
-
-    def __init__(self, report: CheckReport) -> None:
-        super().__init__(report.verdict)
-        self.report = report
+    """Ends the check; its argument is the report."""
 
 
 def investigate(launch: Callable[[RunSpec, str], RunResult], *, steps: int, devices: int | None = None) -> CheckReport:
@@ -463,7 +457,7 @@ def investigate(launch: Callable[[RunSpec, str], RunResult], *, steps: int, devi
             return result
         if result.refused:
             raise _Ended(CheckReport(verdict="unchecked", reason=result.refused))
-        if spec.scheduled:
+        if strategy != "ddp":
             raise _Ended(CheckReport(verdict="fails", reason=result.error, variant=strategy))
         how = "" if len(runs) == 1 else ", though not the first time"
         reason = f"The script itself fails under 'ddp'{how}: {result.error}"
@@ -472,7 +466,7 @@ def investigate(launch: Callable[[RunSpec, str], RunResult], *, steps: int, devi
     try:
         report = _compare_all(make)
     except _Ended as ended:
-        report = ended.report
+        report = ended.args[0]
     return replace(report, runs=runs, steps=steps)
 
 
