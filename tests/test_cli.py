@@ -155,6 +155,7 @@ def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     [
         "timeline",
         "predict",
+        "advise",
         "check",
         "tuning",
         "rounds",

@@ -281,3 +281,4 @@ _COMMANDS = {
         "collectives.server_meeting",
     ),
 }
+_COMMANDS["advise"] = _COMMANDS["predict"]._replace(summary="an older name of predict, for this release")

@@ -23,9 +23,21 @@ def test_latency_is_that_of_the_hops_that_follow_each_other(workers: int, hops: 
     assert link.latency_seconds == hops * 0.5
 
 
+def test_servers_cost_what_byteps_states_and_links_wait_for_each_other() -> None:
+    """2n(n-1)/(n² + kn - 2k); with as many servers as workers, each link carries the gradients once each way."""
+    for spare, factor in ((1, 24 / 18), (2, 24 / 20), (4, 1.0)):
+        link = LinkModel(workers=4, bandwidth=100.0, latency=0.5, servers=spare)
+        assert link.seconds_per_byte == pytest.approx(factor / 100 / 0.92)
+        assert link.latency_seconds == 2 * 0.5
+        assert link.without_servers == LinkModel(workers=4, bandwidth=100.0, latency=0.5)
+    assert LinkModel(workers=1, bandwidth=1.0, servers=1).seconds_per_byte == 0
+
+
 @pytest.mark.parametrize(
     ("option", "value", "allowed"),
     [
+        ("servers", 0, "a whole number, 1 or more"),
+        ("servers", 3, "2 or less: more than one for each worker bring nothing"),
         ("workers", 0, "a whole number, 1 or more"),
         ("workers", 2.0, "a whole number, 1 or more"),
         ("workers", True, "a whole number, 1 or more"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from benchmarks.configuration import Configuration
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.simulation.link import LinkModel
 from lightning_bytescheduler.simulation.prediction import (
@@ -19,6 +20,7 @@ from lightning_bytescheduler.simulation.prediction import (
     DDP_BEST,
     DILOCO,
     FIXED,
+    SERVERS,
     MeasuredStep,
     Prediction,
     chosen_schedule,
@@ -248,6 +250,28 @@ def test_remarks_come_where_they_apply() -> None:
     text = str(of(device="cuda", between_steps=0.05))
     assert "of which 50.0 ms pass between steps, as in waiting for data" in text
     assert "processor time" not in text
+
+
+@pytest.mark.parametrize(("servers", "measured"), [(2, (1.10, 1.13)), (4, (1.29, 1.36))])
+def test_servers_bring_what_was_measured(servers: int, measured: tuple[float, float]) -> None:
+    """Steps over steps with servers, as docs/parameter_servers.md has them: 15 MB, 300 Mbit/s, 4 workers."""
+    for ratio, speed in zip((2, 8), measured, strict=True):
+        here = Configuration(network="uniform", ratio=ratio, workers=4, mbit=300.0, megabytes=15.0)
+        found = predict(here.profile, replace(here.link, servers=servers))
+        assert found.of(BYTESCHEDULER).step_seconds / found.of(SERVERS).step_seconds == pytest.approx(speed, rel=0.05)
+
+
+def test_servers_are_recommended_where_they_help() -> None:
+    link = LinkModel(workers=4, bandwidth=BALANCED / 4, servers=4)
+    found, without = predict(UNIFORM, link), predict(UNIFORM, link.without_servers)
+    assert found.line == "trainer = L.Trainer(strategy=ByteSchedulerStrategy(servers=4))"
+    gain = found.of(BYTESCHEDULER).step_seconds / found.of(SERVERS).step_seconds
+    assert f"with 4, bytescheduler is {gain:.2f}x as fast as without" in found.text()
+    assert [line for line in found.expectations if line.strategy != SERVERS] == list(without.expectations)
+    assert found.ceiling_seconds == without.ceiling_seconds
+    assert "server" not in without.text()
+    nothing_to_gain = predict(UNIFORM, replace(link, bandwidth=1e12))
+    assert nothing_to_gain.recommended.strategy == DDP
 
 
 def test_the_table() -> None:

@@ -25,7 +25,7 @@ from lightning_bytescheduler.simulation.profiles import NETWORKS, ModelProfile, 
 
 _OF_PROFILES = ("profile", "compute")
 _OF_MODULES = ("device", "precision", "steps")
-_OF_LINKS = ("workers", "bandwidth", "latency")
+_OF_LINKS = ("workers", "bandwidth", "latency", "servers")
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true", "32", "16", "bf16", "64")
 _GPT = ("gpt", "gpt2", "gpt2small")  # other names of `transformer`
 
@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=int, metavar="N", help="how many workers train together (required)")
     add("--bandwidth", "--link", metavar="RATE", help=f"rate of each worker's link, each way: {RATES} (required)")
     add("--latency", metavar="TIME", help=f"time of one hop, half of what ping shows, such as {TIMES} (default: 0)")
+    add("--servers", type=int, metavar="K", help="say what K parameter servers on spare machines bring (default: none)")
     add("--device", metavar="DEVICE", help="cpu, cuda or one GPU, such as cuda:1 (default: cuda if there is one)")
     add(
         "--precision",
@@ -193,7 +194,7 @@ def _failing_as_itself() -> Iterator[None]:
     except SystemExit as error:
         raise UnsupportedError(f"The training to be measured ended the process (exit code {error.code}).") from error
     except (OSError, ValueError, ImportError) as error:
-        raise RuntimeError("The training to be measured failed.") from error
+        raise RuntimeError(f"The training to be measured failed: {type(error).__name__}: {error}") from error
 
 
 def call_target(text: str, target: Any) -> Any:

@@ -5,11 +5,15 @@ workers occupies that link for ``2(n-1)/n × s/bandwidth``: a reduce-scatter and
 ring, whose ``2(n-1)`` hops follow each other. It also has a *latency*: its hops take time in which the link is free for
 other collectives in flight. So a window that covers bandwidth × latency hides it.
 
+With ``k`` parameter servers on spare machines a push and a pull, which overlap, occupy the link for
+``2n(n-1)/(n² + kn − 2k) × s/bandwidth`` (BytePS, section 4.1), and for the time in which links wait for each other:
+senders meet at one receiver, and sums wait for the last push.
+
 Where gradients are compressed, each rank encodes each one once (others' shards before the sum, its own shard after it)
 and decodes it twice (what it sums, and all sums). Codecs work beside the link and beside the training, so a byte
 takes as long as the slower of link and codecs. On a processor with other work they take longer than modelled.
 
-Limits: workers are alike, links are dedicated, and there is no congestion or loss. Parameter servers are not modelled.
+Limits: workers are alike, links are dedicated, and there is no congestion or loss.
 The time of a simulation does not depend on the number of workers.
 
 Rates and times may be written with their unit: ``10Gbit/s``, ``10GbE``, ``1.25GB/s``, ``20ms``. A text that could be in
@@ -26,11 +30,14 @@ from typing import NamedTuple
 from lightning_bytescheduler.checks import options_by_name, require_positive, require_seconds, require_whole
 from lightning_bytescheduler.exceptions import OptionError
 
+_IDLE_WITH_SERVERS = 0.08
+"""So that simulated steps are those measured within 5%: 4 workers, 2 and 4 servers, see docs/parameter_servers.md."""
+
 
 @options_by_name
 @dataclass(frozen=True, init=False, slots=True)
 class LinkModel:
-    """A network, over which gradients are all-reduced.
+    """A network, over which gradients are all-reduced, or averaged by parameter servers.
 
     Rates and times may be given as text, such as ``bandwidth="10Gbit/s"`` and ``latency="0.1ms"``; they are kept as
     numbers.
@@ -39,6 +46,7 @@ class LinkModel:
         workers: How many take part.
         bandwidth: Bytes per second of each worker's link, in each direction.
         latency: Seconds of one hop, from one worker to another.
+        servers: Number of parameter servers on spare machines, at most one for each worker; ``None`` without any.
 
     Raises:
         OptionError: Names the value that is not allowed.
@@ -47,27 +55,42 @@ class LinkModel:
     workers: int
     bandwidth: float
     latency: float = 0.0
+    servers: int | None = None
 
-    def __init__(self, *, workers: int, bandwidth: float | str, latency: float | str = 0.0) -> None:
+    def __init__(
+        self, *, workers: int, bandwidth: float | str, latency: float | str = 0.0, servers: int | None = None
+    ) -> None:
         object.__setattr__(self, "workers", require_whole("workers", workers, 1))
         object.__setattr__(self, "bandwidth", require_rate("bandwidth", bandwidth))
         object.__setattr__(self, "latency", require_duration("latency", latency))
+        if servers is not None and require_whole("servers", servers, 1) > workers:
+            raise OptionError("servers", servers, f"{workers} or less: more than one for each worker bring nothing")
+        object.__setattr__(self, "servers", servers)
+
+    @property
+    def without_servers(self) -> LinkModel:
+        """The same network, without servers."""
+        return replace(self, servers=None)
 
     @property
     def seconds_per_byte(self) -> float:
         """How long reducing one byte occupies the link."""
+        n, k = self.workers, self.servers
+        if k is not None and n > 1:
+            return 2 * n * (n - 1) / (n * n + k * n - 2 * k) / self.bandwidth / (1 - _IDLE_WITH_SERVERS)
         return 2 * (self.workers - 1) / self.workers / self.bandwidth
 
     @property
     def latency_seconds(self) -> float:
-        """Latency of a whole all-reduce: what it takes beyond occupying the link."""
-        return 2 * self.latency * (self.workers - 1)
+        """Latency of a whole all-reduce, or of a push and a pull: what they take beyond occupying the link."""
+        return 2 * self.latency * (self.workers - 1 if self.servers is None else min(self.workers - 1, 1))
 
 
 def network_in_words(link: LinkModel) -> str:
     """For example ``4 workers, 500 Mbit/s each way, 0.2 ms a hop``."""
     hop = f", {duration_in_words(link.latency)} a hop" if link.latency else ""
-    return f"{link.workers:,} worker{'s' * (link.workers > 1)}, {rate_in_words(link.bandwidth)} each way{hop}"
+    servers = "" if link.servers is None else f" and {link.servers:,} spare server{'s' * (link.servers > 1)}"
+    return f"{link.workers:,} worker{'s' * (link.workers > 1)}{servers}, {rate_in_words(link.bandwidth)} each way{hop}"
 
 
 class Codec(NamedTuple):

@@ -28,6 +28,7 @@ DDP = "ddp"
 DDP_BEST = "ddp, best buckets"
 BF16 = "ddp, bf16"
 BYTESCHEDULER = "bytescheduler"
+SERVERS = "bytescheduler, servers"
 FIXED = {codec: f"bytescheduler, {codec}" for codec in CODECS}
 """Strategies that compress all gradients, and the format of each."""
 DILOCO = "diloco"
@@ -43,6 +44,7 @@ _POINTS = 6  # on either side of the given bandwidth
 _DRAWN = {
     DDP_BEST: "#9aa7b2",
     BYTESCHEDULER: "#3f86d1",
+    SERVERS: "#8456b5",
     FIXED["int8"]: "#e58f2a",
     DILOCO: "#2e8b57",
 }
@@ -125,13 +127,13 @@ class Prediction:
 
     @property
     def communication_seconds(self) -> float:
-        """Seconds of sending all gradients once, without computing."""
-        return _exchange_seconds(self.measured.profile, self.link)
+        """Seconds of an all-reduce of all gradients, without computing."""
+        return _exchange_seconds(self.measured.profile, self.link.without_servers)
 
     @property
     def ceiling_seconds(self) -> float:
-        """Least seconds of a step with these bytes, in any order."""
-        return lower_bound(self.measured.profile, self.link)
+        """Least seconds of a step with these bytes all-reduced, in any order."""
+        return lower_bound(self.measured.profile, self.link.without_servers)
 
     @property
     def limited_by(self) -> str:
@@ -141,7 +143,7 @@ class Prediction:
     @property
     def recommended(self) -> Expectation:
         """The simplest of the strategies that train as ``ddp`` does and are within 3% of the fastest."""
-        exact = [self.of(name) for name in (DDP, DDP_BEST, BYTESCHEDULER)]
+        exact = [expected for expected in self.expectations if expected.same_training]
         fastest = min(expected.step_seconds for expected in exact)
         return next(expected for expected in exact if expected.step_seconds <= _EQUAL * fastest)
 
@@ -158,6 +160,8 @@ class Prediction:
             argument = "devices=1"
         elif recommended.strategy == DDP_BEST and recommended.bucket_bytes is not None:
             argument = f"strategy=DDPStrategy(bucket_cap_mb={recommended.bucket_bytes / _MIB:g})"
+        elif recommended.strategy == SERVERS:
+            argument = f"strategy=ByteSchedulerStrategy(servers={self.link.servers})"
         else:
             argument = f'strategy="{"bytescheduler" if recommended.strategy == BYTESCHEDULER else "ddp"}"'
         return f"trainer = L.Trainer({argument})"
@@ -282,7 +286,8 @@ class Prediction:
             text += f", of which {_ms(measured.between_steps)} pass between steps, as in waiting for data"
         return (
             f"{text}. Exchanging its {measured.profile.parameter_bytes / 1e6:,.4g} MB of gradients takes "
-            f"{_ms(exchange)}, {exchange / self.compute_seconds:.2f} times as long ({network_in_words(self.link)})."
+            f"{_ms(exchange)}, {exchange / self.compute_seconds:.2f} times as long "
+            f"({network_in_words(self.link.without_servers)})."
         )
 
     def _remarks(self) -> Iterator[str]:
@@ -300,6 +305,9 @@ class Prediction:
             yield f"Updates of bytescheduler cannot cross the step boundary: {because}."
         elif measured.norm_needed_by:
             yield f"Updates wait for the norm of all gradients, because of {' and '.join(measured.norm_needed_by)}."
+        if self.link.servers is not None:
+            gain = self.of(BYTESCHEDULER).step_seconds / self.of(SERVERS).step_seconds
+            yield f"Spare servers: with {self.link.servers}, bytescheduler is {gain:.2f}x as fast as without."
         yield "* Another training than ddp's: compare the losses."
         contention = "; over gloo, the processor time that communication takes" if measured.device == "cpu" else ""
         yield f"Not modelled: links shared with others, losses of packets{contention}."
@@ -312,7 +320,7 @@ def predict(model: ModelProfile | MeasuredStep, link: LinkModel) -> Prediction:
 
     Args:
         model: The model, or a measured step of it.
-        link: The network.
+        link: The network. With parameter servers, they get a line of their own; all others reduce without them.
 
     Raises:
         OptionError: If there are less than two workers.
@@ -332,13 +340,15 @@ def check(link: LinkModel) -> None:
         raise OptionError("workers", link.workers, "2 or more: one worker exchanges nothing")
 
 
-def _expectations(measured: MeasuredStep, link: LinkModel) -> Iterator[Expectation]:
-    profile = measured.profile
+def _expectations(measured: MeasuredStep, given: LinkModel) -> Iterator[Expectation]:
+    profile, link = measured.profile, given.without_servers
     yield _best(DDP, profile, link, [Schedule.ddp()])
     # DDP with the best of several bucket sizes, its default among them.
     buckets = [Schedule.ddp(), *(Schedule.ddp(bucket_bytes=size) for size in _DDP_BUCKETS)]
     yield _best(DDP_BEST, profile, link, buckets)
     yield _scheduled(BYTESCHEDULER, measured, link)
+    if given.servers is not None:
+        yield _scheduled(SERVERS, measured, given)
     half = replace(link, bandwidth=link.bandwidth / measured.compressed_share)
     yield replace(_best(BF16, profile, half, [Schedule.ddp()]), same_training=False)
     for name, strategy in FIXED.items() if measured.device != "cuda" else ():  # on a GPU nothing is compressed
@@ -354,11 +364,12 @@ def _expectations(measured: MeasuredStep, link: LinkModel) -> Iterator[Expectati
 
 def _scheduled(strategy: str, measured: MeasuredStep, link: LinkModel) -> Expectation:
     """With the sizes that the strategy chooses, or as plain DDP if that is faster, as the strategy then keeps it."""
-    waits = bool(measured.synchronised_because)
+    # With servers, an update that needs the norm waits for all gradients.
+    waits = bool(measured.synchronised_because or (measured.norm_needed_by and link.servers))
     in_shards = bool(measured.norm_needed_by) and not waits
     own = chosen_schedule(measured.profile, link, in_shards=in_shards, busy_processor=measured.device == "cpu")
     found = _best(strategy, measured.profile, link, [replace(own, barrier=waits)])
-    kept = _best(strategy, measured.profile, link, [Schedule.ddp()])
+    kept = _best(strategy, measured.profile, link.without_servers, [Schedule.ddp()])
     return found if waits or found.step_seconds <= kept.step_seconds else kept
 
 
@@ -380,6 +391,7 @@ def chosen_schedule(
         link=LinkEstimate(alpha=link.latency_seconds, beta=link.seconds_per_byte or 1 / link.bandwidth),
         busy_processor=busy_processor,
         in_shards=in_shards,
+        architecture="allreduce" if link.servers is None else "ps",
     )
     return Schedule(
         partition_bytes=sizes.partition_size * _WIDTH,
