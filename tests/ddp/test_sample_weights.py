@@ -42,6 +42,13 @@ def test_what_counts_samples_is_a_function() -> None:
         ByteSchedulerStrategy(weighting=3)  # type: ignore[arg-type]
 
 
+def test_a_function_that_cannot_be_sent_to_spawned_ranks_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"^weighting=<function .*top of a module.*start_method='spawn' pickles it"):
+        ByteSchedulerStrategy(weighting=lambda batch: 1, start_method="spawn")
+    ByteSchedulerStrategy(weighting=differ, start_method="spawn")
+    ByteSchedulerStrategy(weighting=lambda batch: 1)
+
+
 def differ(rank: int) -> str:
     options = {**SIZES, "weighting": "samples" if rank else "ranks"}
     try:

@@ -152,7 +152,7 @@ def test_each_rank_is_described() -> None:
 def test_a_death_is_explained_by_what_was_told_last() -> None:
     assert explain_death({}) == ""
     even, uneven = {0: GRADIENTS, 1: TRAINS}, {0: replace(TRAINS, expected=4), 1: replace(TRAINS, expected=5)}
-    assert explain_death(even).startswith("Last, rank 0 is in epoch 0")
+    assert explain_death(even).startswith("By the last signs of life, four in a second, rank 0 is in epoch 0")
     assert "limit_train_batches" not in explain_death(even)
     assert explain_death(uneven).endswith("bound all with Trainer(limit_train_batches=N).")
 

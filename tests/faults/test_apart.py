@@ -96,7 +96,7 @@ def test_a_rank_that_gloo_ends_is_explained(nursery: Nursery, tmp_path: Path) ->
     assert "gloo::EnforceNotMet" in dead.log
     assert survivor.code == 1
     assert "RankFailedError: Rank 1 failed: it shows no sign of life" in survivor.log
-    assert "Last, rank 0 is in " in survivor.log
+    assert "By the last signs of life, four in a second, rank 0 is in " in survivor.log
     assert "of 5 batches of epoch 0" in survivor.log
     assert "use_distributed_sampler=True" in survivor.log
 

@@ -36,7 +36,7 @@ from lightning_bytescheduler.ddp.sample_weights import SampleCounter, Weighting
 from lightning_bytescheduler.ddp.sigterm import RequeueForAll, SigtermForAll, requeues
 from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.ddp.wire import ServerOptions
-from lightning_bytescheduler.exceptions import RanksDivergedError, UnsupportedError
+from lightning_bytescheduler.exceptions import OptionError, RanksDivergedError, UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.rendezvous import Introduction
 from lightning_bytescheduler.lightning_api import (
@@ -192,6 +192,9 @@ class ByteSchedulerStrategy(RankStrategy):
         _say_if_tiny(partition_size=self._options.partition_size, credit=self._options.credit)
         self._rules = CompressionRules.resolve(compression, compression_min_size)
         self._weighting = Weighting(weighting, batch_size)
+        if start_method in ("spawn", "forkserver") and "<" in getattr(weighting, "__qualname__", ""):
+            hint = f"start_method={start_method!r} pickles it, which fails with a lambda or a function in a function."
+            raise OptionError("weighting", weighting, "a function at the top of a module", hint)
         self._sharing = BatchSharing(self._weighting)
         self._loaders: list[object] = []  # loaders of training data that are used together
         self._servers = ServerOptions.resolve(servers, self._rules)

@@ -359,7 +359,7 @@ def _start() -> str:
     of = f" ({', '.join(said)} in the environment)" if said else ""
     return (
         f" The number of ranks is Trainer's num_nodes times devices{of}. Start the script on each machine, with "
-        "torchrun or srun, and call fit on every rank."
+        "torchrun or srun, and call fit, or validate, on every rank."
     )
 
 

@@ -220,7 +220,7 @@ def explain_death(standings: Mapping[int, Standing]) -> str:
     standings = {rank: standing for rank, standing in standings.items() if standing.place}
     if not standings:
         return ""
-    where = f"Last, {_where(standings)}."
+    where = f"By the last signs of life, four in a second, {_where(standings)}."
     return f"{where} {_EVEN}" if _uneven(standings) else where
 
 
