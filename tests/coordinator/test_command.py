@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from lightning_bytescheduler.cli import main
+from lightning_bytescheduler.coordinator.command import _say_end
 from lightning_bytescheduler.diloco.messages import LeaveRounds
 from lightning_bytescheduler.slices.make import make_slices
 from lightning_bytescheduler.slices.tracker import (
@@ -98,6 +102,26 @@ def test_it_ends_once_the_run_is_over_and_all_have_left(stays: bool, tmp_path: P
     assert process.returncode == 0, errors
     assert ("All workers have left, and the coordinator ends" in errors) is not stays
     assert any(name.startswith("state-") for name in os.listdir(tmp_path / "state"))
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_its_last_line_says_whether_the_run_can_go_on(over: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lightning_bytescheduler")
+    full = "OSError: [Errno 28] No space left on device"
+    for store, code, said in (
+        (None, 0, "Without --state, the run cannot go on."),
+        (SimpleNamespace(url="st", failure=None), 0, "the run goes on" if over else "The run can go on"),
+        (
+            SimpleNamespace(url="st", failure=full, saved_round=2),
+            1,
+            f"not in st, and only the run up to round 2 is: {full}",
+        ),
+        (SimpleNamespace(url="st", failure=full, saved_round=None), 1, f"and nothing of the run is: {full}"),
+    ):
+        caplog.clear()
+        server: Any = SimpleNamespace(store=store)
+        assert _say_end(server, over=over) == code
+        assert said in caplog.messages[-1]
 
 
 async def _train_and_leave(url: str) -> None:

@@ -181,9 +181,11 @@ def test_a_full_disk_does_not_end_the_run(store, monkeypatch, caplog):
     assert "The state of round 1 was not saved" in caplog.text
     assert "No space left" in caplog.text
     assert store.saved_round is None
+    assert store.failure == "OSError: [Errno 28] No space left on device"
     store.save(a_state(2))
     assert store.close()
     assert store.saved_round == 2
+    assert not store.failure
 
 
 def test_the_newest_state_wins_where_saving_is_slow_and_a_stop_saves_the_last(store, monkeypatch):
@@ -202,6 +204,7 @@ def test_the_newest_state_wins_where_saving_is_slow_and_a_stop_saves_the_last(st
     for version in (2, 3, 4):
         store.save(a_state(version))
     assert not store.close(0.01)
+    assert store.failure is not None
     store.save(a_state(5))  # closed: nobody waits for it
     go_on.set()
     assert store.close()

@@ -280,7 +280,7 @@ def test_a_worker_that_follows_the_mean_goes_on_without_a_coordinator(serve: Any
 def test_with_tls_a_worker_knows_the_coordinator_and_is_known(
     serve: Any, tmp_path: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator_client, "_QUIET_S", 0.0)
+    monkeypatch.setattr(coordinator_client, "_FIRST_QUIET_S", 0.0)
     own, anna, eve = (make_certificate(tmp_path, name) for name in ("server", "anna", "eve"))
     access = ServerAccess(certificate=own.file, key=own.key, client_authority=anna.file)
     server = serve(inner_steps=5, outer_steps=2, access=access)

@@ -125,7 +125,7 @@ def test_a_coordinator_without_tls_is_said_to_have_none() -> None:
 def test_a_worker_that_finds_none_says_so_once_and_goes_on_trying(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(coordinator_client, "_QUIET_S", 0.0)
+    monkeypatch.setattr(coordinator_client, "_FIRST_QUIET_S", 0.0)
     tried = threading.Semaphore(0)
 
     def paused(_: int) -> float:
@@ -141,7 +141,7 @@ def test_a_worker_that_finds_none_says_so_once_and_goes_on_trying(
             worker.client.stop(5)
     [said] = [record.getMessage() for record in caplog.records if record.name == coordinator_client.__name__]
     assert f"at http://{address} so far" in said
-    assert "https://" in said
+    assert "port and no path, and with TLS it begins with https://" in said
     assert worker.error is None
 
 

@@ -104,7 +104,8 @@ def run(options: argparse.Namespace) -> int:
         server = _server(options, run_and_rounds, access, port)
     with server:
         _announce(server, options, access)
-        return _wait(server, stays=options.stay)
+        over = _wait(server, stays=options.stay)
+    return _say_end(server, over=over)
 
 
 def _options(options: argparse.Namespace) -> CoordinatorOptions:
@@ -147,8 +148,8 @@ def _announce(server: CoordinatorServer, options: argparse.Namespace, access: Se
         log.warning("Without --state, a run that is stopped cannot go on: its weights are only in memory.")
 
 
-def _wait(server: CoordinatorServer, *, stays: bool) -> int:
-    """Serve until the run ends or is stopped. Then save the state, and tell workers that nothing is lost."""
+def _wait(server: CoordinatorServer, *, stays: bool) -> bool:
+    """Serve until the run is over or stopped; return whether it is over and all workers have left."""
     from lightning_bytescheduler.coordinator.service import collected_rarely
 
     stop = threading.Event()
@@ -162,16 +163,30 @@ def _wait(server: CoordinatorServer, *, stays: bool) -> int:
                 if not server.wait(0):
                     break
                 if not stays and server.over:
-                    log.info(
-                        "All workers have left, and the coordinator ends. With more --outer-steps the run goes on."
-                    )
-                    return 0
+                    return True
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
     if server.error is not None:
         raise server.error
-    log.info("The coordinator stops, and the run can go on from its last round.")
+    return False
+
+
+def _say_end(server: CoordinatorServer, *, over: bool) -> int:
+    """Say whether the run can go on, once the state is saved; return the exit code."""
+    store = server.store
+    ends = "All workers have left, and the coordinator ends." if over else "The coordinator stops."
+    if store is None:
+        log.info("%s Without --state, the run cannot go on.", ends)
+    elif store.failure is not None:
+        kept = (
+            "nothing of the run is" if store.saved_round is None else f"only the run up to round {store.saved_round} is"
+        )
+        log.error("%s Its last state is not in %s, and %s: %s", ends, store.url, kept, store.failure)
+        return 1
+    else:
+        goes_on = "With more --outer-steps the run goes on." if over else "The run can go on from its last round."
+        log.info("%s %s", ends, goes_on)
     return 0
 
 

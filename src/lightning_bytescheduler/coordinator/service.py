@@ -527,7 +527,7 @@ class CoordinatorServer(BackgroundServer):
         slices: SliceRoutes | None = None,
         rounds_file: RoundFile | None = None,
     ) -> None:
-        self._store = store
+        self.store = store
         self._make = functools.partial(
             CoordinatorService, options, fail=self._fail, store=store, slices=slices, rounds_file=rounds_file
         )
@@ -582,8 +582,8 @@ class CoordinatorServer(BackgroundServer):
     def close(self) -> None:
         """Stop the run: workers hear that they may come back, and the state is saved. May be repeated."""
         super().close()
-        if self._store is not None:
-            self._store.close()
+        if self.store is not None:
+            self.store.close()
 
     async def application(self) -> web.Application:
         """Return the coordinator's routes, and begin or continue the run."""

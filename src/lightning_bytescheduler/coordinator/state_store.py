@@ -75,6 +75,8 @@ class StateStore:
         self._thread: threading.Thread | None = None
         self.saved_round: int | None = None
         """The last round that is part of a saved state."""
+        self.failure: str | None = None
+        """Why the newest state is not saved, if that has failed."""
 
     def _require_alone(self) -> None:
         import filelock
@@ -120,13 +122,12 @@ class StateStore:
                     return
             try:
                 self.write(state)
+                self.failure = None
             except Exception as error:  # fsspec's file systems raise any kind of error; the run goes on
+                self.failure = f"{type(error).__name__}: {error}"
+                version = state["run"]["version"]
                 log.warning(
-                    "The state of round %d was not saved to %s; the run goes on. %s: %s",
-                    state["run"]["version"],
-                    self.url,
-                    type(error).__name__,
-                    error,
+                    "The state of round %d was not saved to %s; the run goes on. %s", version, self.url, self.failure
                 )
 
     def close(self, seconds: float = _STOP_SECONDS) -> bool:
@@ -141,6 +142,7 @@ class StateStore:
         if thread is not None:
             thread.join(seconds)
             if thread.is_alive():
+                self.failure = f"it was not saved within {seconds:.0f} s"
                 log.warning("The last state was not saved to %s within %.0f s.", self.url, seconds)
                 return False
         if self._lock is not None:

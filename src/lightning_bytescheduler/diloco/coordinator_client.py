@@ -199,7 +199,7 @@ _of_its_own = random.SystemRandom()  # Python's global generator may be seeded a
 _SHORTEST_S, _LONGEST_S = 0.05, 5.0  # between two tries
 _HURRY_S, _HURRIED_S = 10.0, 0.5  # after a connection was lost, and the longest pause then
 _CONNECT_S = 10.0  # for a connection, and for the answer to a Hello
-_QUIET_S = 30.0  # without a connection before a warning
+_FIRST_QUIET_S, _QUIET_S = 5.0, 30.0  # before a warning: without a first connection, and without one later
 _READ_S = 60.0  # longest wait for the next byte of an answer
 _SIGNS = 4  # signs of life in the time of a lease
 _FRAME_BYTES = 2**24
@@ -450,7 +450,7 @@ class CoordinatorClient:
 
     def _warn_of_silence(self, seconds: float, last: str, hint: str) -> None:
         """Warn once that there is no coordinator, and say what follows from that."""
-        if self._warned or seconds < _QUIET_S:
+        if self._warned or seconds < (_QUIET_S if self.first.done() else _FIRST_QUIET_S):
             return
         self._warned = True
         if self.first.done():
@@ -464,7 +464,8 @@ class CoordinatorClient:
         else:
             log.warning(
                 "No coordinator answers at %s so far (%s). This worker tries for %.0f s in all. Start one with "
-                "'lightning-bytescheduler coordinator', or check the address: with TLS it begins with https://.%s",
+                "'lightning-bytescheduler coordinator', or check the address: it has a port and no path, "
+                "and with TLS it begins with https://.%s",
                 self._address.url,
                 last,
                 self._timeout,

@@ -105,6 +105,20 @@ class DiLoCoOptions:
             return ranks
         return on_node if self.inner_size == _NODE else int(self.inner_size or 1)
 
+    def require_alone(self, option: str, ranks: int) -> None:
+        """Refuse several ranks that are not put together where a coordinator is given.
+
+        Raises:
+            OptionError: If there are; names the option or command that launches them.
+        """
+        if self.coordinated and self.inner is None and ranks > 1:
+            raise OptionError(
+                option,
+                ranks,
+                "1 with a coordinator, whose workers are independent Trainers: start one for each device, or let all "
+                "processes of this Trainer be one worker with inner='ddp' or inner='bytescheduler'",
+            )
+
     def check_ranks(self, *, ranks: int, on_node: int, rank: int, node: int) -> None:
         """Make sure that workers can be made of the ranks that were launched.
 
@@ -118,13 +132,7 @@ class DiLoCoOptions:
             OptionError: If workers cannot be made of them.
         """
         size = self.ranks_per_worker(on_node=on_node, ranks=ranks)
-        if self.coordinated and ranks > size:
-            raise OptionError(
-                "devices",
-                ranks,
-                "1 with a coordinator, whose workers are independent Trainers: start one for each device, or let all "
-                "processes of this Trainer be one worker with inner='ddp' or inner='bytescheduler'",
-            )
+        self.require_alone("devices", ranks)
         if ranks % size:
             raise OptionError("inner.size", self.inner_size, f"a number that divides that of all processes, {ranks}")
         if self.inner_size == _NODE and rank // size != node:

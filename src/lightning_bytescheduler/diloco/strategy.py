@@ -271,6 +271,8 @@ class DiLoCoStrategy(RankStrategy):
             **inner_of(inner),
             worker_states=worker_states,
         )
+        if torch.distributed.is_torchelastic_launched():  # Lightning's own error would not name inner
+            self._options.require_alone("processes of torchrun", int(os.environ.get("WORLD_SIZE", "1")))
         self._address = address
         self._world: WorkerWorld | None = None
         self._joint: JointCollectives | None = None
@@ -279,6 +281,7 @@ class DiLoCoStrategy(RankStrategy):
         self._kept_state: Mapping[str, Any] | None = None
         self._resumed: Resumed | None = None
         self._next_epoch: Callable[[], None] | None = None
+        self._last_state: Mapping[str, Any] | None = None  # of the last fit, once it is over
         self._last_whole: object = None  # path of the last checkpoint that was written in this fit
         self._open = ExitStack()
         self._statistics: SessionStatistics | None = None
@@ -355,6 +358,7 @@ class DiLoCoStrategy(RankStrategy):
         super().setup_environment()
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._last_state = None
             refuse_searches(callbacks_of(trainer))
             added: list[pl.Callback] = [RoundHooks(self)]
             if not any(isinstance(callback, PerformanceMonitor) for callback in callbacks_of(trainer)):
@@ -483,6 +487,8 @@ class DiLoCoStrategy(RankStrategy):
     def _release(self) -> None:
         """End what this fit has begun, in reverse order."""
         try:
+            if self._boundaries is not None and self._runtime is not None and not self._failed:
+                self._last_state = self._runtime.last_state()
             self._open.close()
         finally:
             self._runtime = self._slices = self._board = self._world = None
@@ -581,6 +587,14 @@ class DiLoCoStrategy(RankStrategy):
         with nullcontext() if self._board is None else self._board.patient():
             if self._runtime is not None and self._runtime.states is not None:
                 self._runtime.states.complete(checkpoint)
+            if self._runtime is None and self._last_state is not None and "optimizer_states" in checkpoint:
+                checkpoint[OUTER_STATE] = self._last_state
+                if self._address is None and self.workers > 1:
+                    rank_zero_warn(
+                        "diloco: a checkpoint that is written after the fit lacks the own states of all workers but "
+                        "the first. If training goes on from it, they get worker 0's optimizer. One that "
+                        "ModelCheckpoint writes has them."
+                    )
             if self._runtime is None or self._runtime.leads:
                 super().save_checkpoint(checkpoint, filepath, storage_options)
                 self._last_whole = filepath

@@ -369,7 +369,7 @@ class WorkerStates:
         self._trainer = trainer
         self._session = session
         self._own_state = own_state
-        self._inner_size = world.inner_size
+        self._inner_size, self._others = world.inner_size, world.workers - 1
         self._full = full
         self._timeout = timeout
         self._numbers = numbers
@@ -428,14 +428,19 @@ class WorkerStates:
                 ", ".join(lacking),
                 "; ".join(dict.fromkeys(lacking.values())),
             )
-        outer[_WORKERS] = {
-            "halted": moment.halted,
-            "inner_size": self._inner_size,
-            "of": [
-                {name: own[name] for name in _OF_FIRST if name in own},
-                *(state if isinstance(state, dict) else None for state in found.values()),
-            ],
-        }
+        others = [state if isinstance(state, dict) else None for state in found.values()]
+        outer[_WORKERS] = self._workers_in(moment, own, others)
+
+    def complete_alone(self, outer: dict[str, Any]) -> None:
+        """On the first worker: make its outer state one that outlasts the fit, without the other workers' states."""
+        last = self._kept.last
+        if last is not None and last[0].halted:
+            outer["rounds"] = {**outer["rounds"], "round": last[0].rounds}
+            outer[_WORKERS] = self._workers_in(last[0], last[1], [None] * self._others)
+
+    def _workers_in(self, moment: Moment, own: Mapping[str, Any], others: Sequence[object]) -> dict[str, Any]:
+        first = {name: own[name] for name in _OF_FIRST if name in own}
+        return {"halted": moment.halted, "inner_size": self._inner_size, "of": [first, *others]}
 
     def leave(self, *, failed: bool) -> None:
         """The fit is over: stay until the first worker has written its last checkpoint. Bounded.
