@@ -180,18 +180,23 @@ try:
     L.Trainer(accelerator="cpu", callbacks=[callback], logger=False).fit(BoringModel())
 except Exception as error:
     print(error)
+try:
+    lightning_bytescheduler.check(L.Trainer(accelerator="cpu", devices=1), None)
+except Exception as error:
+    print(error)
 """
 
 
 @pytest.mark.slow
 def test_both_packages_in_one_process() -> None:
     done = run(TRAINERS)
-    by_name, by_object, by_callback = done.stdout.splitlines()
+    by_name, by_object, by_callback, by_check = done.stdout.splitlines()
     assert "strategy='bytescheduler' was given to lightning's Trainer" in by_name, done.stderr
     assert "ByteSchedulerStrategy of 'pytorch_lightning'" in by_object
     assert "CreditTuner" in by_callback
-    said = "was given a Trainer of lightning, but lightning-bytescheduler works with 'pytorch_lightning'"
-    assert said in by_callback
+    for said in (by_callback, by_check):
+        assert "was given a Trainer of lightning, but lightning-bytescheduler works with 'pytorch_lightning'" in said
+    assert "check()" in by_check
 
 
 FROM_CONFIG = """

@@ -190,9 +190,11 @@ def test_it_prints_a_comparison(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_all_that_a_link_can_be(capsys: pytest.CaptureFixture[str]) -> None:
-    link = ["--workers", "8", "--bandwidth", "1gbit", "--latency", "50us"]
+    link = ["--workers", "8", "--bandwidth", "1gbit", "--latency", "50us", "--servers", "8"]
     assert main(["predict", "--profile", "uniform", *link, "--compute", "1s", "--gradient-clip-val", "1"]) == 0
     output = capsys.readouterr().out
+    assert rows(output)["bytescheduler, servers"][1] == "ms"
+    assert "Spare servers: with 8, bytescheduler is " in output
     assert rows(output)["one worker alone"][:2] == ["1,000.0", "ms"]
     assert "1.40 times as long" in " ".join(output.split())  # 100 MB over 1 Gbit/s, 1.75 times each way
     assert "because of gradient norm clipping" in output
