@@ -16,7 +16,8 @@ def test_a_synchronised_plan_says_why() -> None:
         "steps are synchronised, because there are 2 optimizers (use one); because it is manual (do not)."
     )
     assert repr(plan) == (
-        "OverlapPlan(\n  steps are synchronised, because there are 2 optimizers (use one)\n  because it is manual (do not)\n)"
+        "OverlapPlan(\n  steps are synchronised, because there are 2 optimizers (use one)\n"
+        "  because it is manual (do not)\n)"
     )
 
 
