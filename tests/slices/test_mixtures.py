@@ -50,6 +50,13 @@ def test_no_source_is_ahead_of_its_share(weights: list[float], first: int, more:
     assert (after > (first + more) * shares - max(len(weights) - 1, 1)).all()
 
 
+@given(st.floats(0.01, 0.99), st.integers(0, 100_000))
+def test_one_of_two_sources_is_half_a_sample_from_its_share(weight: float, first: int) -> None:
+    mixture = Mixture([weight, 1 - weight], np.zeros(0, np.int64))
+    shares = np.array(mixture.shares) / sum(mixture.shares)
+    assert np.abs(mixture.counts([first])[0] - first * shares).max() <= 0.5 + 1e-6
+
+
 @given(WEIGHTS, st.data())
 def test_an_epoch_ends_with_the_source_that_is_used_up_first(weights: list[float], data: st.DataObject) -> None:
     mixture = Mixture(weights, np.zeros(0, np.int64))
