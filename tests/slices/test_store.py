@@ -24,7 +24,7 @@ from lightning_bytescheduler.exceptions import (
 from lightning_bytescheduler.slices import cache, fetch, urls
 from lightning_bytescheduler.slices.formats import format_of
 from lightning_bytescheduler.slices.options import StoreOptions
-from lightning_bytescheduler.slices.slice import Slice
+from lightning_bytescheduler.slices.slice import Slice, digests_of
 from lightning_bytescheduler.slices.source import SliceSource
 from tests.slices.faults import CHUNK, FaultySource, Store, VirtualTime, lines
 
@@ -117,6 +117,22 @@ def test_a_slice_that_stays_corrupt_is_named_and_the_next_one_is_read(options, c
             read.extend(store.samples(source.slices[0]))
         assert read == lines(0)[: len(read)]
         assert list(store.samples(source.slices[1])) == lines(1)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error_that_names_it(options, tmp_path):
+    text = "".join(f"{line}\n" for line in lines(0, 2000))
+    path = tmp_path / "rewritten.txt"
+    path.write_text(text)
+    content = text.encode()
+    digests = digests_of(content, CHUNK)
+    slice_ = Slice(key="a", url=str(path), size=len(content), samples=2000, digests=digests, chunk_bytes=CHUNK)
+    source = SliceSource([slice_], {slice_.url: format_of(slice_.url)}, {})
+    with Store(source, options, waiting=VirtualTime().waiting()) as store:
+        read = store.samples(slice_)
+        assert next(read) == lines(0)[0]
+        path.write_text(text[:100])
+        with pytest.raises(SliceCorruptError, match=r"rewritten\.txt"):
+            list(read)
 
 
 @pytest.mark.parametrize("cached", [True, False])

@@ -233,7 +233,7 @@ class NpyHeader:
 
 
 def npy_blocks(stream: SliceStream) -> Iterator[Any]:
-    """A row is a sample: an array that shares the memory of its chunk, which for local data is the mapped file.
+    """A row is a sample: an array that shares the memory of its chunk.
 
     A block has the rows of one chunk.
     """

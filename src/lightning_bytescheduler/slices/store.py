@@ -1,6 +1,6 @@
 """The store of slices: reads samples of a slice while it arrives, and fetches the next slices early.
 
-``SliceStore.open`` gives a slice's samples, made of verified chunks: of a mapped file on this machine, of the cache, or
+``SliceStore.open`` gives a slice's samples, made of verified chunks: of a file on this machine, of the cache, or
 of a fetch in progress, in this or another process of this machine. ``SliceStore.prefetch`` fetches the slices that come
 next into the cache.
 """
@@ -157,7 +157,7 @@ class SliceStore:
         """
         path, number = local_path(slice_.url), 0
         if path is not None:
-            number = yield from _mapped(path, slice_, together)
+            number = yield from _local(path, slice_, together)
         elif self.prefetcher is not None:
             number = yield from self._through_cache(self.prefetcher, slice_, together)
         yield from self._from_source(slice_, number)  # missing and damaged chunks, too; errors are raised here
@@ -234,18 +234,31 @@ class SliceStore:
             )
 
 
-def _mapped(path: str, slice_: Slice, together: bool) -> Generator[Bytes, None, int]:
-    """Yield the chunks of a file on this machine without a copy; ends before a missing or damaged one."""
-    size = slice_.size
+def _local(path: str, slice_: Slice, together: bool) -> Generator[Bytes, None, int]:
+    """Yield the chunks of a file on this machine; ends before a missing or damaged one.
+
+    They are read and not mapped, as a process ends at once where a file that it has mapped becomes shorter. Only a
+    slice that is needed as a whole is mapped: a large one may not fit into memory.
+    """
+    number = 0
     try:
         with open(path, "rb") as file:
-            if not size or os.fstat(file.fileno()).st_size < size:
-                return 0
-            # Private: a reader may write to its chunks without effect on the file or other readers.
-            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+            if together:
+                if not slice_.size or os.fstat(file.fileno()).st_size < slice_.size:
+                    return 0
+                # Private: a reader may write to its chunks without effect on the file or other readers.
+                mapped = mmap.mmap(file.fileno(), slice_.size, access=mmap.ACCESS_COPY)
+                return (yield from slice_.right_chunks(memoryview(mapped), together=True))
+            while number < slice_.count:
+                start, stop = slice_.bounds(number)
+                chunk = bytearray(stop - start)
+                if file.readinto(chunk) < len(chunk) or not slice_.is_right(number, chunk):
+                    break
+                number += 1
+                yield chunk
     except OSError:
-        return 0
-    return (yield from slice_.right_chunks(memoryview(mapped), together=together))
+        pass  # the source is asked for the rest
+    return number
 
 
 class Fetch:
