@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from lightning_bytescheduler.exceptions import SliceCorruptError, SourceUnavailableError
@@ -30,9 +31,28 @@ def test_a_corrupt_slice_is_named_and_others_repeated() -> None:
     reader = reader_of(source)
     read = [reader.read(batch) for batch in BATCHES]
     assert read[0][0] == lines(0, COUNT)
-    assert list(read[1][0]) == [lines(0, COUNT)[-1]] * COUNT
+    assert read[1][0] == lines(2, COUNT)
     assert read[2][0] == lines(2, COUNT)
     assert [[key for key, _ in report.corrupt] for _, report in read] == [[], ["s1"], []]
+
+
+def test_what_is_repeated_is_spread_over_other_slices() -> None:
+    source = FaultySource(4, count=COUNT)
+    source.fault = lambda slice_, start, answer: damaged(slice_, start, answer) if slice_.key in "s1 s2" else answer
+    runs = [SampleRun(index, start, start + 2) for index in (1, 2) for start in range(0, COUNT, 2)]
+    readers = [reader_of(source), reader_of(source)]  # as processes that take turns
+    read = [readers[number % 2].read(SliceBatch(0, (run,)))[0] for number, run in enumerate(runs)]
+    assert [sample for samples in read for sample in samples] == lines(3, COUNT) * 2
+    (last, _) = readers[0].read(SliceBatch(0, (SampleRun(2, 4, COUNT), SampleRun(0, 0, 1))))
+    assert list(last) == [*lines(3, COUNT)[4:], lines(0, COUNT)[0]]
+
+
+def test_a_mixture_is_repeated_of_its_own_source() -> None:
+    source = FaultySource(3, count=COUNT)
+    source.fault = lambda slice_, start, answer: damaged(slice_, start, answer) if slice_.key == "s0" else answer
+    store = SliceStore(source, StoreOptions(timeout=0.1))
+    reader = BatchReader(store, source_of=np.array([0, 1, 0]))
+    assert reader.read(BATCHES[0])[0] == lines(2, COUNT)
 
 
 def test_without_a_fill_its_batch_is_empty() -> None:

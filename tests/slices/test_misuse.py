@@ -211,7 +211,7 @@ def test_stages(text: str, stage: Any) -> None:
 def test_what_is_not_given_is_named_with_what_wants_it(text: str) -> None:
     with pytest.raises(OptionError, match=r"test=None is not allowed: test must be given, for trainer.test\(\)"):
         trainer_for().test(Evaluates(), SliceDataModule(text))
-    with pytest.raises(OptionError, match=r"val_dataloader.*after setup\('fit'\)"):
+    with pytest.raises(OptionError, match=r"'val' is not set up: .*trainer\.fit\(.*, or call setup\('fit'\) first"):
         SliceDataModule(val=text).val_dataloader()
 
 

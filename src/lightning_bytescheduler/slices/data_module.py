@@ -56,7 +56,8 @@ class SliceDataModule(pl.LightningDataModule):
 
     Ranks that step together (``ddp``, ``bytescheduler``) take the same number of steps and compute their shares without
     messages. A slice that stays corrupt when fetched again is named in a warning and left out from the next epoch on.
-    For the rest of its epoch other samples are repeated in its place, so that all ranks have the same number of steps.
+    For the rest of its epoch other samples are repeated in its place, each about once, so that all ranks have the same
+    number of steps.
     If the strategy shares out batches of all ranks, as ``ByteSchedulerStrategy(batch_size="balanced")`` does, each rank
     takes its share of every batch from its own slices, and faster ranks get more slices.
 
@@ -197,7 +198,7 @@ class SliceDataModule(pl.LightningDataModule):
             OptionError: Before ``setup("fit")``.
         """
         if self._training is None:
-            raise OptionError("training", None, "asked for after setup('fit')")
+            raise _not_set_up("train")
         return self._training
 
     @property
@@ -348,7 +349,13 @@ class SliceDataModule(pl.LightningDataModule):
     # ------------------------------------------------------------------ loaders
 
     def train_dataloader(self) -> SliceLoader:
-        """The remaining batches of the current epoch."""
+        """The remaining batches of the current epoch.
+
+        Raises:
+            OptionError: Before ``setup("fit")``.
+        """
+        if "train" not in self._stores:
+            raise _not_set_up("train")
         self.training.open(self.trainer)
         return self._loader("train", self.training)
 
@@ -366,8 +373,7 @@ class SliceDataModule(pl.LightningDataModule):
 
     def _evaluation(self, split: str) -> list[SliceLoader]:
         if split not in self._stores:
-            allowed = f"asked for after setup('{'fit' if split == 'val' else split}'), as a Trainer does it"
-            raise OptionError(f"{split}_dataloader", None, allowed)
+            raise _not_set_up(split)
         sampling = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
         rank, ranks = (sampling["rank"], sampling["num_replicas"]) if sampling else self._rank_and_ranks()
         name = "batch_size" if self.eval_batch_size is None else "eval_batch_size"
@@ -414,9 +420,13 @@ class SliceDataModule(pl.LightningDataModule):
             self._counters.add(wait_seconds=waited)
             self.training.received(report)
         for key, reason in report.corrupt:
+            repeats = ""
+            if self._loaders[split].plan.fills:
+                samples = next(slice_.samples for slice_ in self._sources[split].slices if slice_.key == key)
+                repeats = f"In its place, others are repeated until the end of the epoch, at most {samples} samples. "
             self._warn_once(
                 f"Slice {key!r} is corrupt, also when fetched again, and is quarantined",
-                f": {reason} Check it with 'lightning-bytescheduler slices verify'.",
+                f": {reason} {repeats}Check it with 'lightning-bytescheduler slices verify'.",
             )
         for key, number, words in report.skipped:
             self._skipped.add((split, key, number))
@@ -449,6 +459,12 @@ class SliceDataModule(pl.LightningDataModule):
             self._pending = dict(state_dict)
         else:
             self._training.load_state_dict(state_dict)
+
+
+def _not_set_up(split: str) -> OptionError:
+    stage = {"train": "fit", "val": "fit"}.get(split, split)
+    ways = f"give the data module to trainer.{stage}(model, datamodule=data), or call setup({stage!r}) first"
+    return OptionError(split, None, "set up", says=f"The data for {split!r} is not set up: {ways}.")
 
 
 class SliceSteps(pl.Callback):

@@ -66,7 +66,7 @@ class BatchReader:
 
     Args:
         shuffle_samples: Shuffle the samples of each slice. The whole slice is then mapped, or held in memory.
-        fill: Replace each sample of a corrupt slice by a repeated one, for ranks that step together.
+        fill: Repeat another sample in place of each one of a corrupt slice, for ranks that step together.
         skip: Leave out samples that cannot be made, and repeat others of the batch in their place.
         rank: Rank of this process, for messages.
         source_of: Number of the source of each slice of a mixture: a slice of each stays open.
@@ -111,14 +111,10 @@ class BatchReader:
         skipped: dict[tuple[str, int], str] = {}
         wanted = samples_in(batch.runs)
         for run in batch.runs:
-            if run.slice_index in self._bad:
-                continue
-            try:
-                parts.extend(self._read(batch.epoch, run, skipped))
-            except SliceCorruptError as error:
-                self._bad.add(run.slice_index)
-                self._close(self._source(run))
-                corrupt.append((error.key, error.reason))
+            left = self._read_into(parts, batch.epoch, run, skipped, corrupt)
+            while self._fill and left.start < left.stop and (other := self._in_place_of(left)) is not None:
+                unread = self._read_into(parts, batch.epoch, other, skipped, corrupt)
+                left = left._replace(start=left.start + unread.start - other.start)
         samples = _joined(parts)
         lost = wanted - len(samples)
         if missing := lost if self._fill else len(skipped):
@@ -136,13 +132,56 @@ class BatchReader:
             self._close(source)
         self._bad, self._spare = set(), None
 
+    def _read_into(
+        self,
+        parts: list[Sequence[Any]],
+        epoch: int,
+        run: SampleRun,
+        skipped: dict[tuple[str, int], str],
+        corrupt: list[tuple[str, str]],
+    ) -> SampleRun:
+        """Add the samples of a run to parts; returns the rest of it, which cannot be read."""
+        if run.slice_index in self._bad:
+            return run
+        before = sum(map(len, parts)) + len(skipped)
+        try:
+            parts.extend(self._read(epoch, run, skipped))
+        except SliceCorruptError as error:
+            self._bad.add(run.slice_index)
+            self._close(self._source(run.slice_index))
+            corrupt.append((error.key, error.reason))
+            return run._replace(start=run.start + sum(map(len, parts)) + len(skipped) - before)
+        return run._replace(start=run.stop)
+
+    def _in_place_of(self, lost: SampleRun) -> SampleRun | None:
+        """Return samples of the same source to repeat in place of lost ones; ``None`` if there are none.
+
+        They are as far from the beginning of the slices that follow as the lost ones are in their own slice. So each
+        is repeated about once, whichever process reads.
+        """
+        slices, own = self.store.source.slices, lost.slice_index
+        others = [
+            index
+            for index in (*range(own + 1, len(slices)), *range(own))
+            if index not in self._bad and self._source(index) == self._source(own)
+        ]
+        if not others:
+            return None
+        start = lost.start % sum(slices[index].samples for index in others)
+        for index in others:
+            size = slices[index].samples
+            if start < size:
+                break
+            start -= size
+        return SampleRun(index, start, min(start + lost.stop - lost.start, size))
+
     def _prefetch(self, ahead: tuple[int, ...]) -> None:
         if ahead != self._ahead:
             self._ahead = ahead
             self.store.prefetch([self.store.source.slices[index] for index in ahead[: self.store.depth]])
 
     def _read(self, epoch: int, run: SampleRun, skipped: dict[tuple[str, int], str]) -> Iterator[Sequence[Any]]:
-        slice_, source = self.store.source.slices[run.slice_index], self._source(run)
+        slice_, source = self.store.source.slices[run.slice_index], self._source(run.slice_index)
         place = (epoch, run.slice_index)
         reading = self._open.get(source)
         if reading is None or reading.place != place or run.start < reading.stop:
@@ -190,8 +229,8 @@ class BatchReader:
             else:
                 yield made
 
-    def _source(self, run: SampleRun) -> int:
-        return 0 if self._source_of is None else int(self._source_of[run.slice_index])
+    def _source(self, index: int) -> int:
+        return 0 if self._source_of is None else int(self._source_of[index])
 
     def _close(self, source: int) -> None:
         reading = self._open.pop(source, None)

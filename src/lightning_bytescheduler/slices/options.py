@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Mapping
@@ -55,13 +56,25 @@ class StoreOptions:
 
 
 def require_function(option: str, value: object, *arguments: str) -> None:
-    """Require a function, or ``None``.
+    """Require a function that can be called with these arguments, or ``None``.
 
     Raises:
         OptionError: If it is neither.
     """
-    if value is not None and not callable(value):
-        raise OptionError(option, value, f"a function that is called as {option}({', '.join(arguments)}), or None")
+    if value is None:
+        return
+    allowed = f"a function that is called as {option}({', '.join(arguments)}), or None"
+    if not callable(value):
+        raise OptionError(option, value, allowed)
+    try:
+        # The function itself, as a decorator may add arguments to those of the function that it wraps.
+        signature = inspect.signature(value, follow_wrapped=False)
+    except (TypeError, ValueError):  # not known, as of some functions in C
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise OptionError(option, value, f"{allowed}; this one cannot be called so: {error}") from error
 
 
 def require_urls(option: str, urls: object) -> tuple[str, ...]:
