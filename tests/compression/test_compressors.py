@@ -254,11 +254,11 @@ def test_specs() -> None:
     [
         ("top", "Did you mean 'topk'"),
         ("int6", "one of 'bf16'"),
-        ("topk", "'topk' has 1 to 2 parameters"),
+        ("topk", "'topk' takes 1 to 2 parameters"),
         ("topk:0", "density=0.0 is not allowed"),
         ("topk:many", "A parameter is no number"),
         ("topk:0.1:fp16", "kept_as='fp16' is not allowed"),
-        ("onebit:1", "'onebit' has 0 parameters"),
+        ("onebit:1", "'onebit' takes 0 parameters"),
         ("int8:up", "rounding='up'"),
         ("powersgd:0", "rank=0"),
         ("powersgd", "takes whole matrices, of all ranks at once"),

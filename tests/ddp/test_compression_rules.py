@@ -36,7 +36,7 @@ def spec_of(compression: Any, name: str, parameter: torch.Tensor) -> str | None:
         ("int9", "compression='int9' is not allowed"),
         (8, "compression=8 is not allowed"),
         ({"*": 3}, "None, the name of a compressor such as 'int8', or a Compressor"),
-        ("topk", "'topk' has 1 to 2 parameters"),
+        ("topk", "'topk' takes 1 to 2 parameters"),
         ({"*": "randomk:0.1"}, "must be one of 'bf16'"),
         ({"*": ["topk", 0.01]}, "the name of a compressor such as 'int8'"),
         ({}, "patterns of parameter names"),

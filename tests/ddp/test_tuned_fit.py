@@ -42,7 +42,7 @@ def test_default_on(two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureF
     assert partitions == {zero.points[0][1]}, "partitions are not tuned by default"
     assert one.entries == ()
     assert not [name for name in zero.metrics if name.startswith("bytescheduler")], "nothing in the progress bar"
-    assert zero.said[0].startswith("bytescheduler: 2 ranks, all-reduce at ")
+    assert zero.said[0].startswith("bytescheduler: 2 ranks, all-reduce ")
     assert "Steps overlap, because the link is slow for this model" in zero.said[0]
     assert "fastest" in (zero.plan or "")
     assert len(zero.said) == len(set(zero.said)) <= 3, "the start; the end of the search; the end of the fit"

@@ -101,7 +101,6 @@ def test_progress_is_logged(diloco_ranks: RankPool, tmp_path: Path) -> None:
         default_root_dir=str(tmp_path),
     )
     for result in results:
-        assert result.metrics["diloco/share"] == pytest.approx(0.5)
         assert result.metrics["diloco/round"] == 4
         assert result.metrics["diloco/loss"] > 0
         assert result.metrics["diloco/samples_per_second"] > 0
