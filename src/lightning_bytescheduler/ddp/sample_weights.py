@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -41,7 +42,6 @@ from torch import nn
 from lightning_bytescheduler.checks import did_you_mean, is_whole
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange, PostedNumbers
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.lightning_api import rank_zero_warn
 
 _UNDER_WAY = 64  # most batches that the host may be ahead of the GPU
 
@@ -204,7 +204,7 @@ class SampleCounter:
 
     def __init__(self, samples: Callable[[Any], Any] | None, rank: int) -> None:
         self._samples = samples
-        self._rank = rank
+        self.rank = rank
         self._batches = 0
         self.name = "samples" if samples is None else name_of(samples)
 
@@ -238,7 +238,7 @@ class SampleCounter:
         return whole
 
     def _error(self, fact: str) -> OptionError:
-        where = f"on rank {self._rank}, in training batch {self._batches} of this fit"
+        where = f"on rank {self.rank}, in training batch {self._batches} of this fit"
         return OptionError("weighting", self.name, "", says=f"weighting={self.name!r}: {where}, {fact}. {_WAY_OUT}")
 
 
@@ -467,10 +467,12 @@ class SampleWeights(RankWeights):
     def _warn_without_samples(self) -> None:
         if self._last is not None and self._last.known and not self._last.total and not self._warned:
             self._warned = True
-            rank_zero_warn(
-                f"bytescheduler: weighting={self._counter.name!r} has counted no sample on any rank in a whole step. "
-                f"The gradient of such a step is 0. If this is not meant: {_WAY_OUT}"
-            )
+            if self._counter.rank == 0:
+                warnings.warn(
+                    f"bytescheduler: weighting={self._counter.name!r} has counted no sample on any rank in a whole "
+                    f"step. The gradient of such a step is 0. If this is not meant: {_WAY_OUT}",
+                    stacklevel=2,
+                )
 
     def begin_computing(self) -> None:
         """See :class:`RankWeights`."""
