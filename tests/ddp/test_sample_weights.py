@@ -390,7 +390,7 @@ def test_a_number_of_a_rank_is_told_once_it_is_here() -> None:
     numbers = PostedNumbers()
     told: list[str] = []
     numbers.when_known(partial(told.append, "early"))
-    with pytest.raises(RuntimeError, match="before they were here"):
+    with pytest.raises(RuntimeError, match="before they had arrived"):
         _ = numbers.rows
     assert told == []
     numbers.arrive([[1], [2]])

@@ -424,6 +424,12 @@ class NoLoss(Tower):
         return None
 
 
+class Sparse(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 1, sparse=True)
+
+
 class NotCopied(Tower):
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError("holds a lock")
@@ -450,6 +456,7 @@ class SteppedByClosure(Tower):
         (Tower(), [], OptionError, "data=.* one DataLoader"),
         (Tower(), {"x": Given(torch.ones(2, 1))}, OptionError, "of several, give one"),
         (Manual(), None, UnsupportedError, "Manual optimizes manually.*automatic_optimization=True"),
+        (Sparse(), None, UnsupportedError, "'table' has sparse gradients"),
         (NoLoss(), None, UnsupportedError, "each has to return a loss"),
         (NotCopied(), None, UnsupportedError, "NotCopied cannot be copied.*holds a lock.*a fresh one"),
         (Detached(), None, UnsupportedError, "No parameter of the module gets a gradient"),

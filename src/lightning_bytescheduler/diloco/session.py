@@ -949,6 +949,9 @@ class Session:
             if place.realign:
                 if (sent := self.unmerged.call_off()) is not None:
                     self.unmerged.take_back(sent.trained)
+                lost = place.counter.samples + (sent.said.samples if sent is not None else 0)
+                if place.begun and lost:
+                    log.warning("%s takes the global state, and gives up %d samples of its own", self.worker, lost)
                 self._align()
             elif (mean := self._next_mean()) is not None:
                 self._merge(self.round, mean)

@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from lightning_bytescheduler.checks import require_whole
+from lightning_bytescheduler.ddp.ddp_arguments import check_module
 from lightning_bytescheduler.ddp.decided_fit import (
     model_reasons,
     norm_needed_by,
@@ -79,8 +80,8 @@ def predict(
 ) -> Prediction:
     """Measure a few training steps, and predict their time with each strategy on a network.
 
-    Training runs on a copy: the module, the random state and the data loaders are left unchanged. A module compiled in
-    place with ``Module.compile()`` runs uncompiled there. Print the result, or use its figures.
+    Training runs on a copy: the module and the random state are left unchanged, and only a loader's own generator goes
+    on. A module compiled in place with ``Module.compile()`` runs uncompiled. Print the result, or use its figures.
 
     Args:
         module: The module to train.
@@ -145,6 +146,7 @@ def measure_step(
         UnsupportedError: If the step cannot be measured; the message names the way out.
     """
     _check_module(module)
+    check_module(module)
     trained = _copy_of(module)
     # A module's own callbacks may write checkpoints.
     trained.configure_callbacks = lambda: []  # type: ignore[method-assign]
@@ -202,7 +204,7 @@ def _check_module(module: object) -> None:
     if not module.automatic_optimization:
         raise UnsupportedError(
             f"{type(module).__name__} optimizes manually, so only it knows what a step is. Set "
-            "automatic_optimization=True, or describe its layers in a file for 'lightning-bytescheduler predict'."
+            "automatic_optimization=True, or predict by its size: --profile 350M --compute 300ms."
         )
 
 

@@ -131,7 +131,7 @@ _RATE_UNITS = {
     for prefix, size in (("k", 1e3), ("m", 1e6), ("g", 1e9))
     for unit, share in (*((bits, 1 / 8) for bits in ("bit/s", "bit", "bps", "bE")), ("B/s", 1.0))
 }
-_TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+_TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "\u03bcs": 1e-6}  # the micro sign, and the Greek letter
 
 
 def require_rate(option: str, value: object) -> float:
@@ -154,8 +154,8 @@ def require_duration(option: str, value: object) -> float:
     Raises:
         OptionError: If it is no time, 0 or more; names ``option``.
     """
-    if not isinstance(value, str):
-        return require_seconds(option, value)
+    if not isinstance(value, str) or value.strip() == "0":
+        return require_seconds(option, 0.0 if isinstance(value, str) else value)
     seconds = _in_units(value, _TIME_UNITS)
     if seconds is None:
         raise OptionError(option, value, f"a time with its unit, such as {TIMES}")
