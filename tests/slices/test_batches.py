@@ -69,6 +69,15 @@ def test_nothing_readable_at_all_is_an_error() -> None:
         reader_of(source).read(BATCHES[0])
 
 
+def test_where_no_other_slice_is_left_a_corrupt_one_is_an_error() -> None:
+    source = FaultySource(1, count=500)
+    source.fault = lambda slice_, start, answer: damaged(slice_, start, answer) if start else answer
+    reader = reader_of(source)
+    assert list(reader.read(SliceBatch(0, (SampleRun(0, 0, 2),)))[0]) == lines(0, 2)
+    with pytest.raises(SliceCorruptError, match=r"'s0' at test://s0\.txt is corrupt: and so is every other"):
+        reader.read(SliceBatch(0, (SampleRun(0, 2, 500),)))
+
+
 def test_a_source_that_stays_away_ends_the_reading() -> None:
     def gone(slice_: Slice, start: int, answer: bytes) -> bytes:
         raise ConnectionError("gone")

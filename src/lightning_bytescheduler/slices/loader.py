@@ -112,7 +112,8 @@ class BatchReader:
         wanted = samples_in(batch.runs)
         for run in batch.runs:
             left = self._read_into(parts, batch.epoch, run, skipped, corrupt)
-            while self._fill and left.start < left.stop and (other := self._in_place_of(left)) is not None:
+            while self._fill and left.start < left.stop:
+                other = self._in_place_of(left)
                 unread = self._read_into(parts, batch.epoch, other, skipped, corrupt)
                 left = left._replace(start=left.start + unread.start - other.start)
         samples = _joined(parts)
@@ -153,11 +154,14 @@ class BatchReader:
             return run._replace(start=run.start + sum(map(len, parts)) + len(skipped) - before)
         return run._replace(start=run.stop)
 
-    def _in_place_of(self, lost: SampleRun) -> SampleRun | None:
-        """Return samples of the same source to repeat in place of lost ones; ``None`` if there are none.
+    def _in_place_of(self, lost: SampleRun) -> SampleRun:
+        """Return samples of the same source to repeat in place of lost ones.
 
         They are as far from the beginning of the slices that follow as the lost ones are in their own slice. So each
         is repeated about once, whichever process reads.
+
+        Raises:
+            SliceCorruptError: If no other slice of the source can be read.
         """
         slices, own = self.store.source.slices, lost.slice_index
         others = [
@@ -166,7 +170,8 @@ class BatchReader:
             if index not in self._bad and self._source(index) == self._source(own)
         ]
         if not others:
-            return None
+            lost_slice = slices[own]
+            raise SliceCorruptError(lost_slice.key, lost_slice.url, "and so is every other slice of its source.")
         start = lost.start % sum(slices[index].samples for index in others)
         for index in others:
             size = slices[index].samples
@@ -278,7 +283,7 @@ def collate_samples(samples: Sequence[Any]) -> Any:
         samples = list(samples)
     try:
         if isinstance(samples[0], np.ndarray):
-            return torch.from_numpy(np.stack(samples))  # a copy, as rows may be in a file that is mapped read-only
+            return torch.from_numpy(np.stack(samples))  # a copy, as rows may be in a file that is read
         return torch_collate(list(samples))
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         allowed = (
