@@ -171,7 +171,7 @@ class BatchReader:
         ]
         if not others:
             lost_slice = slices[own]
-            raise SliceCorruptError(lost_slice.key, lost_slice.url, "and so is every other slice of its source.")
+            raise SliceCorruptError(lost_slice.key, lost_slice.url, "every other slice of its source is corrupt, too.")
         start = lost.start % sum(slices[index].samples for index in others)
         for index in others:
             size = slices[index].samples
@@ -283,7 +283,7 @@ def collate_samples(samples: Sequence[Any]) -> Any:
         samples = list(samples)
     try:
         if isinstance(samples[0], np.ndarray):
-            return torch.from_numpy(np.stack(samples))  # a copy, as rows may be in a file that is read
+            return torch.from_numpy(np.stack(samples))  # a copy, as rows may be in a file that is mapped read-only
         return torch_collate(list(samples))
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         allowed = (
