@@ -171,7 +171,7 @@ class BatchReader:
         ]
         if not others:
             lost_slice = slices[own]
-            raise SliceCorruptError(lost_slice.key, lost_slice.url, "every other slice of its source is corrupt, too.")
+            raise SliceCorruptError(lost_slice.key, lost_slice.url, "and so is every other slice of its source.")
         start = lost.start % sum(slices[index].samples for index in others)
         for index in others:
             size = slices[index].samples
