@@ -162,7 +162,10 @@ def test_what_is_no_training_with_ddp_says_so(
     assert said in out
 
 
-def test_arguments_are_checked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_are_checked(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "train.py").touch()
     assert main(["check", "--steps", "5"]) == 2
     assert "the command that trains" in capsys.readouterr().err
     assert main(["check", "--steps", "0", "--", "train.py"]) == 2
