@@ -132,7 +132,9 @@ def backends(rank: int) -> tuple[bool, bool]:
     try:
         group = dist.group.WORLD
         assert group is not None
-        return shards_over(group, torch.device("cpu")), shards_over(group, torch.device("cuda"))
+        answer = shards_over(group, torch.device("cpu")), shards_over(group, torch.device("cuda"))
+        dist.barrier()  # the other rank may still connect
+        return answer
     finally:
         dist.destroy_process_group()
 
