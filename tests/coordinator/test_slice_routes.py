@@ -158,14 +158,20 @@ def test_a_member_does_not_take_the_place_of_another_one(tmp_path: Path) -> None
         slices.answer(one, encode(JoinTracker(worker="other", incarnation="1")))
 
 
-def test_what_a_member_holds_by_a_saved_state_is_its_own_until_it_has_joined_again(tmp_path: Path) -> None:
-    """It may be cut off as the coordinator is, and holds more by now than the state says."""
-    rows = make_rows(tmp_path / "rows", [10])
+def restarted_while_one_holds_a_slice(folder: Path, *, patience: float) -> tuple[Member, SliceRoutes]:
+    """A silent member, and the slices of the coordinator that goes on from a state in which it holds one."""
+    rows = make_rows(folder / "rows", [10])
     before, after = (SliceRoutes([rows]) for _ in range(2))
     one = cast(Member, SimpleNamespace(name="one", digest="one", silent=True))
     session = before.answer(one, encode(JoinTracker(worker="one", incarnation="1"))).session
     before.answer(one, encode(RequestSlice(session=session, epoch=0)))
-    after.tracker.load_state_dict(before.tracker.state_dict(), workers=["one"], patience=60.0)
+    after.tracker.load_state_dict(before.tracker.state_dict(), workers=["one"], patience=patience)
+    return one, after
+
+
+def test_what_a_member_holds_by_a_saved_state_is_its_own_until_it_has_joined_again(tmp_path: Path) -> None:
+    """It may be cut off as the coordinator is, and holds more by now than the state says."""
+    one, after = restarted_while_one_holds_a_slice(tmp_path, patience=60.0)
     after.take_back([one], {}, RoundOptions(silent_after=10.0), now=0.0)
     session = after.answer(one, encode(JoinTracker(worker="one", incarnation="1"))).session
     assert isinstance(after.answer(one, encode(RequestSlice(session=session, epoch=0))), Assignment)
@@ -175,12 +181,7 @@ def test_what_a_member_holds_by_a_saved_state_is_its_own_until_it_has_joined_aga
 
 
 def test_what_a_silent_member_holds_by_a_saved_state_comes_back_when_it_was_awaited_long_enough(tmp_path: Path) -> None:
-    rows = make_rows(tmp_path / "rows", [10])
-    before, after = (SliceRoutes([rows]) for _ in range(2))
-    one = cast(Member, SimpleNamespace(name="one", digest="one", silent=True))
-    session = before.answer(one, encode(JoinTracker(worker="one", incarnation="1"))).session
-    before.answer(one, encode(RequestSlice(session=session, epoch=0)))
-    after.tracker.load_state_dict(before.tracker.state_dict(), workers=["one"], patience=0.0)
+    one, after = restarted_while_one_holds_a_slice(tmp_path, patience=0.0)
     assert after.tracker.held("one") == 1
     after.take_back([one], {}, RoundOptions(silent_after=10.0), now=0.0)
     assert after.tracker.report().workers == 0

@@ -580,19 +580,11 @@ class Fit:
             return
         self._process = None
         self.wire.board.unwatch(self)
-        parts = self.wire.closing(
+        self.wire.close(
             failed=failed,
             idle=lambda: not self.step.under_way,
             exchanges=lambda: self.weights.close(STOP_S),
         )
-        if self.record.timeline is not None:
-            parts.append(self.record.timeline.close)
-        for part in parts:
-            try:
-                part()
-            except Exception as error:
-                if not failed:
-                    log.warning("While the scheduler was shut down: %s", error)
         atexit.unregister(self.stop)
 
     def close(self, *, failed: bool) -> None:

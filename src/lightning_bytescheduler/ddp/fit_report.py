@@ -101,37 +101,40 @@ class OverlapPlan:
 
     def summary(self) -> str:
         """Return one line for the log."""
+        return f"{'; '.join(self._facts())}."
+
+    def _facts(self) -> list[str]:
         if self.reasons == (ONE_RANK,):
-            return f"{ONE_RANK}."
+            return [ONE_RANK]
+        because = f", because {self.pace}" if self.pace else ""
         if not self.overlapped:
             how = ", and taken as DDP takes them" if self.as_ddp and not self.compressed else ""
-            return f"steps are synchronised{how}, because {'; because '.join(self.reasons)}{self._besides()}."
-        because = f", because {self.pace}" if self.pace else ""
-        if self.as_ddp:
-            return f"steps are {'' if self.compressed else 'taken '}{self._as_ddp}{because}{self._besides()}."
-        line = f"steps overlap{because}: gradients travel under the backward and the next forward pass"
-        if self.norm_needed_by:
-            line += f"; reduce-scatter, norm, all-gather for {' and '.join(self.norm_needed_by)}"
-        if self.gated_at_start:
-            line += f"; {some_of(self.gated_at_start)} updated early, as reads of them cannot be seen"
-        if self.held_elsewhere:
-            line += f"; {some_of(self.held_elsewhere)} {_HELD}"
-        return f"{line}{self._besides()}."
+            first, *others = (f"because {reason}" for reason in self.reasons)
+            facts = [f"steps are synchronised{how}, {first}", *others]
+        elif self.as_ddp:
+            facts = [f"steps are {'' if self.compressed else 'taken '}{self._as_ddp}{because}"]
+        else:
+            facts = [f"steps overlap{because}: gradients travel under the backward and the next forward pass"]
+            if self.norm_needed_by:
+                facts.append(f"reduce-scatter, norm, all-gather for {' and '.join(self.norm_needed_by)}")
+            if self.gated_at_start:
+                facts.append(f"{some_of(self.gated_at_start)} updated early, as reads of them cannot be seen")
+            if self.held_elsewhere:
+                facts.append(f"{some_of(self.held_elsewhere)} {_HELD}")
+        if self.weighting == "samples":
+            facts.append(_BY_SAMPLES)
+        if self.compressed:
+            counts = Counter(self.compressed.values())
+            what = " and ".join(f"{count} tensors in {codec}" for codec, count in counts.most_common())
+            facts.append(f"compressed with error feedback: {what}, {self.compression_ratio:.3g} times fewer bytes")
+        return facts
 
     @property
     def _as_ddp(self) -> str:
         return "synchronised" if self.compressed else "as DDP takes them"
 
-    def _besides(self) -> str:
-        line = f"; {_BY_SAMPLES}" if self.weighting == "samples" else ""
-        if self.compressed:
-            counts = Counter(self.compressed.values())
-            what = " and ".join(f"{count} tensors in {codec}" for codec, count in counts.most_common())
-            line += f"; compressed with error feedback: {what}, {self.compression_ratio:.3g} times fewer bytes"
-        return line
-
     def __repr__(self) -> str:
-        lines = self.summary().removesuffix(".").split("; ")
+        lines = self._facts()
         if self.batch_shares:
             lines.append(f"batches of {sum(self.batch_shares)} samples, by rank {self.batch_shares}")
         if self.placement is not None and self.placement.grouping:

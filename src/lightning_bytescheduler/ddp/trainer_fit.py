@@ -86,7 +86,7 @@ class TrainerFit(DecidedFit):
             counter = None if options.counter is None else options.counter(wire.groups.rank)
             fit = cls(strategy, options, wire, parameters, codec=codec, counter=counter)
         except BaseException:
-            wire.abandon()
+            wire.close(failed=True)
             raise
         strategy._ddp_kwargs.update(fit.bucket_cap_mb)
         fit._known = set(map(id, parameters))

@@ -10,9 +10,9 @@ servers are members of this group alone.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -52,6 +52,8 @@ from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.scheduler.threads import InterpreterTurns
 from lightning_bytescheduler.tuning.sizes import LinkEstimate, SchedulerSizes, default_sizes
+
+log = logging.getLogger(__name__)
 
 __all__ = ["STOP_S", "AgreedSizes", "ServerOptions", "Wire", "agree_on_sizes"]
 
@@ -405,17 +407,17 @@ class Wire:
 
     # ------------------------------------------------------------------ the end
 
-    def closing(
-        self, *, failed: bool, idle: Callable[[], bool], exchanges: Callable[[], object]
-    ) -> list[Callable[[], object]]:
-        """Return what stops every thread and leaves the groups, in this order; each part is bounded.
+    def close(
+        self, *, failed: bool, idle: Callable[[], bool] = lambda: False, exchanges: Callable[[], object] = lambda: None
+    ) -> None:
+        """Stop every thread and leave the groups; bounded, never raises.
 
         Args:
-            failed: Whether training ended with an error; then nothing waits.
+            failed: Whether training ended with an error, also before it began; then nothing waits.
             idle: Returns whether nothing travels past the core.
             exchanges: Ends what else sends on the groups, before they are left.
         """
-        return [
+        parts: list[Callable[[], object]] = [
             lambda: None if self._routing is None else self._routing.uninstall(failed=failed, timeout=STOP_S),
             lambda: self.core.shutdown(timeout=STOP_S, drain=not failed),
             lambda: self._close_order(failed),
@@ -426,15 +428,14 @@ class Wire:
             lambda: self.route.stop(STOP_S),
             self._turns.end,
         ]
-
-    def abandon(self) -> None:
-        """End everything, as the fit has failed before it began; bounded."""
-        parts = self.closing(failed=True, idle=lambda: False, exchanges=lambda: None)
         if self.record.timeline is not None:
             parts.append(self.record.timeline.close)
         for part in parts:
-            with suppress(Exception):  # the failure of the fit counts
+            try:
                 part()
+            except Exception as error:
+                if not failed:
+                    log.warning("While the scheduler was shut down: %s", error)
 
     def _close_order(self, failed: bool) -> None:
         timeout = _MOMENT_S if failed else self.timeout

@@ -947,9 +947,9 @@ class Session:
         place = self._place
         while self._late:
             if place.realign:
+                lost = self._unsent
                 if (sent := self.unmerged.call_off()) is not None:
                     self.unmerged.take_back(sent.trained)
-                lost = place.counter.samples + (sent.said.samples if sent is not None else 0)
                 if place.begun and lost:
                     log.warning("%s takes the global state, and gives up %d samples of its own", self.worker, lost)
                 self._align()

@@ -145,7 +145,7 @@ def measure_step(
         OptionError: If ``module`` or ``data`` cannot be trained.
         UnsupportedError: If the step cannot be measured; the message names the way out.
     """
-    _check_module(module)
+    _require_measurable(module)
     check_module(module)
     trained = _copy_of(module)
     # A module's own callbacks may write checkpoints.
@@ -196,7 +196,7 @@ def measure_step(
         )
 
 
-def _check_module(module: object) -> None:
+def _require_measurable(module: object) -> None:
     if not isinstance(module, pl.LightningModule):
         raise OptionError("module", module, "a LightningModule, before torch.compile")
     if not is_overridden("training_step", module):

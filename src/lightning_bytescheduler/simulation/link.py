@@ -154,9 +154,9 @@ def require_duration(option: str, value: object) -> float:
     Raises:
         OptionError: If it is no time, 0 or more; names ``option``.
     """
-    if not isinstance(value, str) or value.strip() == "0":
-        return require_seconds(option, 0.0 if isinstance(value, str) else value)
-    seconds = _in_units(value, _TIME_UNITS)
+    if not isinstance(value, str):
+        return require_seconds(option, value)
+    seconds = 0.0 if value.strip() == "0" else _in_units(value, _TIME_UNITS)
     if seconds is None:
         raise OptionError(option, value, f"a time with its unit, such as {TIMES}")
     return seconds

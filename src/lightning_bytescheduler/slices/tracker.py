@@ -527,8 +527,9 @@ class SliceTracker:
     def held(self, worker: str) -> int:
         """Return the number of slices that a worker holds; 0 while it is awaited after a state was loaded."""
         record = self._workers.get(worker)
-        awaited = record is None or (record.session is None and self._clock() < self._patient_until)
-        return 0 if record is None or awaited else len(record.grants)
+        if record is None or (record.session is None and self._clock() < self._patient_until):
+            return 0
+        return len(record.grants)
 
     @property
     def epoch(self) -> int:
