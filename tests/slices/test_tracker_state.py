@@ -80,7 +80,8 @@ def test_any_workers_finish_the_epoch_exactly(names, said):
     resumed.load_state_dict(state, workers=names if said else None)
     workers = [Worker(resumed, name, trained, incarnation="b") for name in names]
     for name in {"0", "1"} - set(names):
-        assert resumed.release(name) is not said
+        assert (name in resumed.state_dict()["workers"]) is not said
+        resumed.release(name)
     finish(resumed, workers, clock, batch=2)
     assert set(trained.values()) == {1}
     assert sum(trained.values()) == sum(COUNTS)
@@ -126,7 +127,7 @@ def test_two_open_epochs_go_on_exactly(names):
             (one.epoch, one.key, one.position) for one in before[2].held
         ]
     for name in {"0", "1", "2"} - set(names):
-        assert resumed.release(name)
+        resumed.release(name)
     finish(resumed, workers, clock, batch=2)
     assert (resumed.epoch, resumed.report().dropped) == (1, 0)
     assert set(trained.values()) == {1}

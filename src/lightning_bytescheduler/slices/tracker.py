@@ -517,12 +517,10 @@ class SliceTracker:
         self._roll()
 
     @_alone
-    def release(self, worker: str) -> bool:
-        """Take back the slices of a worker that is dead or has left; returns whether it was known."""
-        record = self._workers.get(worker)
-        if record is not None:
+    def release(self, worker: str) -> None:
+        """Take back the slices of a worker that is dead or has left. Unknown names are left alone."""
+        if (record := self._workers.get(worker)) is not None:
             self._remove(record)
-        return record is not None
 
     def held(self, worker: str) -> int:
         """Return the number of slices that a worker holds; 0 while it is awaited after a state was loaded."""
