@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
+import pytest
+
+from lightning_bytescheduler import ByteSchedulerFabricStrategy, ByteSchedulerStrategy
+from lightning_bytescheduler.ddp.fit_report import SchedulerStatistics
 from lightning_bytescheduler.ddp.rank_strategy import RankStrategy
 from lightning_bytescheduler.lightning_api import DDPStrategy
 
@@ -20,3 +26,13 @@ def test_the_checkpoint_of_a_fit_that_failed_is_none_of_the_next_ones() -> None:
         strategy.setup_environment()
         strategy.barrier("_CheckpointConnector.resume_end")
     compare.assert_called_once_with(None, "")
+
+
+@pytest.mark.parametrize("kind", [ByteSchedulerStrategy, ByteSchedulerFabricStrategy])
+def test_counters_are_read_without_making_the_plan(
+    kind: type[ByteSchedulerStrategy] | type[ByteSchedulerFabricStrategy],
+) -> None:
+    """They are read in every step, and the plan walks the whole model."""
+    counters, strategy = SchedulerStatistics(), kind()
+    strategy.fit = cast(Any, SimpleNamespace(record=SimpleNamespace(statistics=counters)))
+    assert strategy.statistics is counters

@@ -255,7 +255,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
     @property
     def statistics(self) -> SchedulerStatistics | None:
         """Counters of the scheduled module; ``None`` before one is set up, and on one process."""
-        return self._so_far()[1]
+        return self._counters()
 
     @property
     def plan(self) -> OverlapPlan | None:

@@ -313,7 +313,11 @@ class JoinedRanks:
 
     def _so_far(self) -> tuple[OverlapPlan | None, SchedulerStatistics | None]:
         """Return plan and statistics of the current fit, or of the last one."""
-        return self._outcome if self.fit is None else (self.fit.so_far(), self.fit.record.statistics)
+        return self._outcome if self.fit is None else (self.fit.so_far(), self._counters())
+
+    def _counters(self) -> SchedulerStatistics | None:
+        """Return the statistics alone, which are read in every step: making the plan walks the whole model."""
+        return self._outcome[1] if self.fit is None else self.fit.record.statistics
 
     def end_fit(self, *, failed: bool | None = None) -> None:
         """Stop every thread and make every parameter plain again; bounded, idempotent.

@@ -230,7 +230,7 @@ class ByteSchedulerStrategy(RankStrategy):
     @property
     def statistics(self) -> SchedulerStatistics | None:
         """Counters of the current or last fit; ``None`` before the first and on one process."""
-        return self._so_far()[1]
+        return self._counters()
 
     @property
     def plan(self) -> OverlapPlan | None:
