@@ -1,7 +1,7 @@
 """No rank waits for another within a step: neither as a batch begins, nor in its forward pass, nor as its step ends.
 
-What is needed of others is waited for where it is needed: gradients at gates, buffers as a forward pass begins that is
-one later, and that others have begun the batch before gradients of it are handed over.
+What is needed of others is waited for where it is needed: gradients at gates, and that others have begun the batch
+before gradients of it are handed over. Where a model has buffers, DDP waits for the first rank's in each forward pass.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from lightning_bytescheduler.ddp import buffers
 from tests.parity.checks import DDP, assert_overlapped, assert_same, train_on
 from tests.support.fit import Recipe, Run
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
 
 STEPS = 40
-FROM = 16  # batches before have their own rules: sizes are agreed on, parameters found, buffers watched closely
+FROM = 16  # batches before have their own rules: sizes are agreed on, parameters found
 COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
@@ -42,15 +41,11 @@ COLLECTIVES = (
 )
 
 
-class Normalised(Tower):
-    """Has statistics of batches, which each forward pass changes and the next one wants of the first rank."""
+class Reaches(Tower):
+    """Tells where it is."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.0, samples=2 * 4 * STEPS)
-        self.norm = nn.BatchNorm1d(12)
-
-    def predict(self, inputs: Tensor) -> Tensor:
-        return super().predict(self.norm(inputs))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
         loss = super().training_step(batch, batch_idx)
@@ -95,7 +90,7 @@ def held_up(
         patience: In seconds.
         also: Called with each batch of these as it begins.
     """
-    assert isinstance(module, Normalised)
+    assert isinstance(module, Reaches)
     training = threading.get_ident()
     within = False
 
@@ -132,38 +127,9 @@ def held_up(
         yield
 
 
-class Late:
-    """Something under way that comes a while after it is first looked for, as on a slow link."""
-
-    def __init__(self, work: dist.Work) -> None:
-        self.work = work
-        self.comes_at: float | None = None
-
-    def is_completed(self) -> bool:
-        if self.comes_at is None:
-            self.comes_at = time.monotonic() + 0.05
-        return time.monotonic() >= self.comes_at and self.work.is_completed()
-
-    def wait(self, *timeout: Any) -> bool:
-        time.sleep(0.0 if self.is_completed() else 0.01)
-        return self.work.wait(*timeout)
-
-
-@contextmanager
-def held_up_with_late_buffers(module: LightningModule, folder: Path) -> Iterator[None]:
-    send = buffers.broadcast_from_first
-    with (
-        patch.object(buffers, "broadcast_from_first", lambda group, tensor: Late(send(group, tensor))),
-        held_up(module, folder),
-    ):
-        yield
-
-
-@pytest.mark.parametrize("how", [pytest.param(held_up, marks=pytest.mark.slow), held_up_with_late_buffers])
-def test_no_rank_waits_for_another_within_a_step(two_ranks: RankPool, tmp_path: Path, how: Any) -> None:
-    """Nor for more than the buffers, where these come late."""
-    recipe = Recipe(model=Normalised, steps=STEPS, trainer={"max_epochs": 1})
-    run = Run(network="plain", sabotage=partial(how, folder=tmp_path))
+def test_no_rank_waits_for_another_within_a_step(two_ranks: RankPool, tmp_path: Path) -> None:
+    recipe = Recipe(model=Reaches, steps=STEPS, trainer={"max_epochs": 1})
+    run = Run(network="plain", sabotage=partial(held_up, folder=tmp_path))
     ddp, ours = train_on(two_ranks, recipe, DDP, run)
     assert_same(ddp, ours)
     assert_overlapped(ours)
@@ -174,25 +140,25 @@ def barrier(rank: int) -> None:
     dist.broadcast(Tensor([rank]), src=0)
 
 
-@pytest.mark.parametrize("what", ["as lightning", "buffers as ddp"])
-def test_waiting_would_be_noticed(two_ranks: RankPool, tmp_path: Path, what: str) -> None:
-    """Of what Lightning and DDP do by themselves."""
-    recipe = Recipe(model=Normalised, steps=FROM + 6, trainer={"max_epochs": 1})
-    sabotage = partial(waiting, folder=tmp_path, what=what)
+def test_waiting_would_be_noticed(two_ranks: RankPool, tmp_path: Path) -> None:
+    """Of what Lightning does by itself."""
+    recipe = Recipe(model=Reaches, steps=FROM + 6, trainer={"max_epochs": 1})
+    sabotage = partial(held_up, folder=tmp_path, patience=0.3, also=barrier)
     (ours,) = train_on(two_ranks, recipe, Run(network="plain", sabotage=sabotage))
     notes = [note for outcome in ours for note in outcome.notes]
     assert any("waits for rank" in note for note in notes), notes
-    assert what == "buffers as ddp" or any(note.startswith("broadcast") for note in notes), notes
+    assert any(note.startswith("broadcast") for note in notes), notes
 
 
-@contextmanager
-def waiting(module: LightningModule, folder: Path, what: str) -> Iterator[None]:
-    with ExitStack() as stack:
-        if what == "buffers as ddp":
-            stack.enter_context(patch.object(buffers.BufferBroadcast, "of", lambda *_, **__: None))
-        also = barrier if what == "as lightning" else None
-        stack.enter_context(held_up(module, folder, patience=0.3, also=also))
-        yield
+class Normalised(Reaches):
+    """Has statistics of batches, which each forward pass changes and the next one wants of the first rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(12)
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        return super().predict(self.norm(inputs))
 
 
 class FailsApart(Callback):

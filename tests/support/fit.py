@@ -23,7 +23,6 @@ from lightning_bytescheduler import ByteSchedulerStrategy, SchedulerStatistics
 from lightning_bytescheduler.collectives import routing_group
 from lightning_bytescheduler.ddp import fit as fit_module
 from lightning_bytescheduler.ddp import wire
-from lightning_bytescheduler.ddp.buffers import BufferBroadcast
 from lightning_bytescheduler.ddp.deferred_optimizer import is_closed
 from lightning_bytescheduler.ddp.fit_report import OverlapPlan
 from lightning_bytescheduler.ddp.gates import GatedParameter
@@ -82,7 +81,7 @@ class Run:
         patience: See :class:`LateNetwork`.
         sabotage: Removes something the result depends on.
         far: Whether the link counts as one whose messages are long under way.
-        routed: Have one order for all collectives of DDP's group, as on a GPU; DDP broadcasts buffers then.
+        routed: Have one order for all collectives of DDP's group, as on a GPU.
         by_host: Have gradients travel by host memory, as from a GPU.
         on_device: Have them encoded where they are besides, on a simulated device.
     """
@@ -131,7 +130,6 @@ def train(rank: int, recipe: Recipe, run: Run) -> Outcome:
             stack.enter_context(patch.object(wire, "_chooses", lambda _: True))
         if run.routed:
             stack.enter_context(patch.object(routing_group, "ROUTED_BACKENDS", {"gloo"}))
-            stack.enter_context(patch.object(BufferBroadcast, "of", lambda *_, **__: None))
         if run.by_host:
             stack.enter_context(by_host())
         if run.on_device:

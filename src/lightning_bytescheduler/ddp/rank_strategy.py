@@ -664,8 +664,6 @@ class RankStrategy(JoinedRanks, DDPStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """See DDPStrategy."""
-        if self.fit is not None:
-            self.fit.validate()
         with self._explained():
             return super().validation_step(*args, **kwargs)
 

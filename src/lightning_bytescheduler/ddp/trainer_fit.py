@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import some_of
 from lightning_bytescheduler.collectives.operations import shards_over
-from lightning_bytescheduler.ddp.buffers import BufferBroadcast
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression, has_no_gradient
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules, names_that_count
 from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
@@ -47,7 +46,6 @@ class TrainerFit(DecidedFit):
 
     def __init__(self, strategy: DDPStrategy, options: FitOptions, *args: Any, **more: Any) -> None:
         super().__init__(strategy, options, *args, **more)
-        self._buffers: BufferBroadcast | None = None
         self._known: set[int] = set()  # ids of parameters that DDP averages, and of those warned of
         self._epoch_begins = False
 
@@ -105,17 +103,6 @@ class TrainerFit(DecidedFit):
         if line:
             rank_zero_info(f"bytescheduler: {line}")
 
-    def take_over(self, model: DistributedDataParallel) -> None:
-        """See :class:`Fit`; also replaces the broadcast of buffers."""
-        super().take_over(model)
-        self._buffers = BufferBroadcast.of(
-            model,
-            partial(self._strategy.reduce_boolean_decision, all=True),
-            await_batch=self._options.await_batch,
-            failure=self.wire.failure,
-            timeout=self._options.timeout,
-        )
-
     def decide(self) -> None:
         """Decide with the other ranks what overlaps, once everything is set up."""
         module = self._strategy.lightning_module
@@ -157,26 +144,13 @@ class TrainerFit(DecidedFit):
         if line is not None:
             rank_zero_info(f"bytescheduler: {line}")
 
-    def close(self, *, failed: bool) -> None:
-        """See :class:`Fit`."""
-        buffers, self._buffers = self._buffers, None
-        if buffers is not None:
-            buffers.close(failed=failed)
-        super().close(failed=failed)
-
     # ------------------------------------------------------------------ one step
 
     def begin_epoch(self) -> None:
         """Begin an epoch: callbacks may unfreeze more layers until its first step."""
         self._epoch_begins = True
-        self.validate()
         if self._strategy.lightning_module.automatic_optimization:
             self.weights.begin_epoch()
-
-    def validate(self) -> None:
-        """Record that a validation or similar code runs before the next training batch."""
-        if self._buffers is not None:
-            self._buffers.look_closely()
 
     def _find_unaveraged(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # opens no gate
@@ -190,13 +164,11 @@ class TrainerFit(DecidedFit):
     def forward(self, batch: Any = None) -> Iterator[None]:
         """Wrap a forward pass that trains on ``batch``."""
         model = self._strategy.model
-        if self._buffers is None and isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers():
+        if isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers():
             self._options.await_batch()  # DDP waits for the first rank here
         self.begin_forward(batch)
         yield
         self.end_forward()
-        if self._buffers is not None:
-            self._buffers.after_forward()
 
     def leaves_out(self) -> bool:
         """Whether to skip a backward pass, as the batch has no sample."""
