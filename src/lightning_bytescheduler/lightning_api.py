@@ -18,7 +18,7 @@ _OTHER_NAMES = {"pytorch": "pytorch_lightning", "fabric": "lightning_fabric"}
 if TYPE_CHECKING or PACKAGE == "lightning":
     import lightning.pytorch as pl
     from lightning.fabric import Fabric
-    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
     from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
     from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
     from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision

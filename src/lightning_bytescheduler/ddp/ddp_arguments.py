@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,20 @@ ELSEWHERE = {
 SAID_BY_THE_STRATEGY = ("module", "device_ids", "output_device", "process_group", "device_mesh")
 """Arguments of DistributedDataParallel that the strategy itself sets."""
 
-_HOOKS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")  # Lightning's DDPStrategy
+LAUNCH = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+    *("process_group_backend", "timeout", "start_method"),
+)
+"""Options of DDPStrategy that do not go to DistributedDataParallel."""
+
+SCHEDULED = ("partition_size", "credit", "cross_barrier", "mode", "timeline", "debug", "policy")
+"""Options of both strategies' schedulers."""
+
+EXAMPLE = "partition_size=131_072"
+"""An option of this package's own with a value, as it is written."""
+
+HOOKS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+"""Options of DDPStrategy that concern DDP's comm hook."""
 
 _SWITCHES = ("broadcast_buffers", "forward_sync_buffers")  # their default is None in some versions of torch
 _START_METHODS = ("popen", "spawn", "fork", "forkserver")
@@ -70,7 +83,7 @@ _REFUSED = {
 
 def known_ddp_options() -> list[str]:
     """Return the names of the options that DDPStrategy passes on to the installed DistributedDataParallel."""
-    return [name for name in [*_ddp_parameters(), *_HOOKS] if name not in SAID_BY_THE_STRATEGY]
+    return [name for name in [*_ddp_parameters(), *HOOKS] if name not in SAID_BY_THE_STRATEGY]
 
 
 def check_ddp_options(options: Mapping[str, object], *, scheduled: bool = True) -> None:
@@ -122,8 +135,7 @@ def check_options(
     ddp: Mapping[str, object],
     launch: Mapping[str, object],
     elsewhere: Mapping[str, str],
-    example: str = "partition_size=131_072",
-) -> None:
+) -> dict[str, Any]:
     """Refuse unknown options of a strategy, and values that Lightning or DDP would misread.
 
     Args:
@@ -132,7 +144,9 @@ def check_options(
         ddp: Further options of DistributedDataParallel.
         launch: Options of DDPStrategy that are not passed on to DistributedDataParallel.
         elsewhere: Hints for options that other classes have, by name.
-        example: One of the class's own options with a value, as it is written.
+
+    Returns:
+        ``given`` and ``ddp`` without the arguments that the strategy sets itself.
 
     Raises:
         OptionError: Names the option, its value and what is allowed.
@@ -141,9 +155,10 @@ def check_options(
     own = [name for name in inspect.signature(of).parameters if name not in ("args", "kwargs")]
     # LightningCLI also passes the arguments that the strategy sets itself
     named = {name: value for name, value in given.items() if name not in SAID_BY_THE_STRATEGY}
-    require_known(named, [*own, *launch, *_ddp_parameters(), *_HOOKS], of=of.__name__, elsewhere=elsewhere)
+    require_known(named, [*own, *launch, *_ddp_parameters(), *HOOKS], of=of.__name__, elsewhere=elsewhere)
     check_ddp_options({**given, **ddp})
-    check_launch_options(launch, strategy=of.__name__, example=example)
+    check_launch_options(launch, strategy=of.__name__, example=EXAMPLE)
+    return {**named, **ddp}
 
 
 _PLUGINS = {

@@ -23,7 +23,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -31,17 +31,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.ddp.ddp_arguments import SAID_BY_THE_STRATEGY, check_hooks, check_module, check_options
-from lightning_bytescheduler.ddp.decided_fit import (
-    DecidedFit,
-    FitOptions,
-    FitTuning,
-    open_wire,
-    optimizer_reasons,
-)
+from lightning_bytescheduler.ddp.ddp_arguments import SCHEDULED, check_hooks, check_module, check_options
+from lightning_bytescheduler.ddp.decided_fit import DecidedFit, open_wire, optimizer_reasons
 from lightning_bytescheduler.ddp.deferred_optimizer import is_enabled
 from lightning_bytescheduler.ddp.fit_report import OverlapPlan, SchedulerStatistics
-from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks, PublishesFailures, introduce, model_facts
+from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks, PublishesFailures, model_facts
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.rendezvous import Introduction
 from lightning_bytescheduler.lightning_api import (
@@ -69,23 +63,17 @@ _ELSEWHERE = {
 
 
 class ScheduledDataParallel(DistributedDataParallel):
-    """DDP's wrapper; the fit observes its forward passes while gradients are enabled."""
-
-    def __init__(self, fit: FabricFit, *, module: nn.Module, **options: Any) -> None:
-        super().__init__(module=module, **options)
-        self._bytescheduler = fit
-
-    def __getstate__(self) -> Any:
-        state = super().__getstate__()  # type: ignore[no-untyped-call]
-        state.pop("_bytescheduler", None)
-        return state
+    """DDP's wrapper; its fit observes its forward passes while gradients are enabled."""
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """See DistributedDataParallel."""
-        fit = self.__dict__.get("_bytescheduler")
+        fit = _fits.get(self)  # not an attribute, which copies of the module would have
         with nullcontext() if fit is None or not torch.is_grad_enabled() else fit.forward():
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+
+_fits: weakref.WeakKeyDictionary[ScheduledDataParallel, FabricFit] = weakref.WeakKeyDictionary()  # until they close
 
 
 class FabricFit(DecidedFit):
@@ -97,8 +85,7 @@ class FabricFit(DecidedFit):
         wire = open_wire(module, strategy, strategy._fit_options, board, routed=False)
         parameters = [p for p in module.parameters() if p.requires_grad]
         super().__init__(strategy, strategy._fit_options, wire, parameters)
-        self._module = weakref.ref(module)
-        self._wrapper: weakref.ref[ScheduledDataParallel] | None = None
+        self._wrapper: Callable[[], ScheduledDataParallel | None] = lambda: None
         self._ids = set(map(id, module.parameters()))
         self._has_run = False  # whether a forward pass ran since the last backward pass
         self.start()
@@ -106,26 +93,22 @@ class FabricFit(DecidedFit):
     def wrap(self, module: nn.Module, device_ids: list[int] | None) -> ScheduledDataParallel:
         """Wrap the module with DDP, and hand its gradients to the scheduler."""
         ddp = {**self._strategy._ddp_kwargs, **self.bucket_cap_mb}
-        model = ScheduledDataParallel(self, module=module, device_ids=device_ids, **ddp)
+        model = ScheduledDataParallel(module=module, device_ids=device_ids, **ddp)
         self.take_over(model)
-        self._wrapper = weakref.ref(model)
+        self._wrapper, _fits[model] = weakref.ref(model), self
         return model
 
     def close(self, *, failed: bool) -> None:
         """See :class:`Fit`; the wrapped module goes on as a plain one."""
         super().close(failed=failed)
-        wrapper = None if self._wrapper is None else self._wrapper()
+        wrapper = self._wrapper()
         if wrapper is not None:
-            wrapper.__dict__.pop("_bytescheduler", None)
+            _fits.pop(wrapper, None)
 
     def module(self) -> nn.Module | None:
         """See :class:`DecidedFit`."""
-        return self._module()
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the wrapped module was garbage-collected."""
-        return self._wrapper is not None and self._wrapper() is None
+        wrapper = self._wrapper()
+        return None if wrapper is None else wrapper.module
 
     def _has(self, optimizer: Optimizer) -> set[bool]:
         return {id(p) in self._ids for group in optimizer.param_groups for p in group["params"]}
@@ -156,8 +139,7 @@ class FabricFit(DecidedFit):
         output = super().step_with(take, optimizer, *args, why_whole=mixed, **kwargs)
         module = self.module()
         if self.plan is None and module is not None:
-            plugin = self._strategy.precision
-            self.begin_steps(module, [*optimizer_reasons([optimizer]), *_precision_reasons(plugin)])
+            self.begin_steps(module, [*optimizer_reasons([optimizer]), *_precision_reasons(self._strategy.precision)])
         return output
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
@@ -210,6 +192,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
     """
 
     _launchers = _FabricLauncher, _PublishingLauncher
+    _know_ranks = FabricDDPStrategy._set_world_ranks
 
     def __init__(
         self,
@@ -225,32 +208,16 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
+        arguments = locals()
         buckets = {"bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": gradient_as_bucket_view}
         named = {name: kwargs.pop(name) for name in _LAUNCH if name in kwargs}
         launch = {**_LAUNCH, **inspect.signature(FabricDDPStrategy).bind_partial(*args, **named).arguments}
-        check_options(ByteSchedulerFabricStrategy, kwargs, ddp=buckets, launch=launch, elsewhere=_ELSEWHERE)
-        options = SchedulerOptions.resolve(
-            partition_size=partition_size,
-            credit=credit,
-            cross_barrier=cross_barrier,
-            mode=mode,
-            tuning=False,
-            timeline=timeline,
-            debug=debug,
-            policy=policy,
-        )
+        kwargs = check_options(ByteSchedulerFabricStrategy, kwargs, ddp=buckets, launch=launch, elsewhere=_ELSEWHERE)
+        options = SchedulerOptions.resolve(**{name: arguments[name] for name in SCHEDULED}, tuning=False)
         self.fit: FabricFit | None = None
-        self._until_end = ExitStack()  # contexts that last as long as the training
         self._trains = False
         super().__init__(**launch, **kwargs)
-        self._fit_options = FitOptions(
-            scheduler=options,
-            timeout=self._timeout,
-            own_buckets=bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None,
-            tuning=FitTuning(options, timeout=self._timeout),
-        )
-        self._ddp_kwargs.update(buckets)
-        self._ddp_kwargs = {k: v for k, v in self._ddp_kwargs.items() if k not in SAID_BY_THE_STRATEGY}
+        self._fit_options = self._options_of_fits(options)
 
     @property
     def statistics(self) -> SchedulerStatistics | None:
@@ -270,16 +237,9 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         if self.world_size == 1 or self._board is not None:
             return
         self._failed = False
-        self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
         facts = {**self._facts_of(self._fit_options.scheduler), "precision": type(self.precision).__name__}
-        own = introduce(self.global_rank, "bytescheduler in Fabric", facts)
-        self._meet("options", own)
-        self._until_end.enter_context(_uncaught_published(weakref.ref(self)))
-        self._until_end.callback(atexit.unregister, self._end_at_exit)
+        self._board = self._join("bytescheduler in Fabric", facts)
         self._end_before_exit()
-
-    def _know_ranks(self) -> None:
-        self._set_world_ranks()
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap ``module`` with DDP and the scheduler; every rank does so at the same point. See DDPStrategy."""
@@ -289,7 +249,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         self.barrier()  # the barrier detects a rank that has died; the store does not
         self._meet("a model", Introduction(rank=self.global_rank, facts=model_facts(module.parameters())))
         if self.fit is not None:
-            if not self.reduce_boolean_decision(self.fit.is_gone):
+            if not self.reduce_boolean_decision(self.fit.module() is None):  # on all ranks it was garbage-collected
                 rank_zero_info(
                     "bytescheduler: only the gradients of the first module that was set up are scheduled; DDP itself "
                     f"reduces those of {type(module).__name__}. To have them scheduled too, set up one module with "
@@ -335,11 +295,6 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             if self.fit is None or not self.fit.clip_value(optimizer, float(clip_val)):
                 super().clip_gradients_value(module, optimizer, clip_val)
 
-    def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Tensor:
-        """See DDPStrategy. Waits for all gradients, as it returns their norm."""
-        with self._explained():
-            return super().clip_gradients_norm(*args, **kwargs)
-
     def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
         """See DDPStrategy."""
         with self._explained():
@@ -384,7 +339,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             self.publish_failure(error)
             raise
         finally:
-            self._until_end.close()
+            atexit.unregister(self._end_at_exit)
             self._board = None
             try:
                 self.end_fit(failed=not in_order)
@@ -404,7 +359,10 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         atexit.register(self._end_at_exit)
 
     def _end_at_exit(self) -> None:
+        uncaught = getattr(sys, "last_value", None)  # what has ended the script
         try:
+            if uncaught is not None:
+                self.publish_failure(uncaught)
             self.end()
         except Exception as error:  # the script has ended without its last step
             _lost_at_exit.append(error)
@@ -422,20 +380,3 @@ def _exit_with_failure() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-
-
-@contextmanager
-def _uncaught_published(of: weakref.ref[ByteSchedulerFabricStrategy]) -> Iterator[None]:
-    before = sys.excepthook
-
-    def publish(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        strategy = of()
-        if strategy is not None:
-            with suppress(Exception):
-                strategy.publish_failure(error)
-        before(kind, error, trace)
-
-    sys.excepthook = publish
-    yield
-    if sys.excepthook is publish:
-        sys.excepthook = before

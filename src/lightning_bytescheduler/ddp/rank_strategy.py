@@ -8,11 +8,6 @@ failure first. Errors that follow on other ranks then name that rank. Trainer's 
 Some of Lightning's launchers start processes and join them in the main process (spawn, fork). With these, Lightning
 calls ``on_exception`` and tears down in the main process after the workers have ended. So a worker publishes its
 failure itself, before it ends.
-
-Checkpoints are complete or absent, even if the writing process is killed. Lightning writes to the system's folder for
-temporary files and moves the file from there. If the checkpoints are on another disk, such as a shared one, moving
-means copying, and a kill would leave half a checkpoint in place of the last one. So the file is moved to a temporary
-name beside the checkpoint, and then renamed.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
@@ -46,7 +41,7 @@ from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.checks import unknown_variables
 from lightning_bytescheduler.collectives.groups import VARIABLE, choose_interface
 from lightning_bytescheduler.ddp.ddp_arguments import check_launch_options
-from lightning_bytescheduler.ddp.decided_fit import DecidedFit, FitOptions
+from lightning_bytescheduler.ddp.decided_fit import DecidedFit, FitOptions, FitTuning
 from lightning_bytescheduler.ddp.fit_report import OverlapPlan, SchedulerStatistics
 from lightning_bytescheduler.ddp.sigterm import ends_by_sigterm, sigterm_ends_at_once
 from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
@@ -65,7 +60,6 @@ from lightning_bytescheduler.lightning_api import (
     ClusterEnvironment,
     DDPStrategy,
     SIGTERMException,
-    TorchCheckpointIO,
     TrainerFn,
     _init_dist_connection,
     _MultiProcessingLauncher,
@@ -291,6 +285,7 @@ class JoinedRanks:
     _lost_weights: SchedulerClosedError | None = None  # in the last fit
     _outcome: tuple[OverlapPlan | None, SchedulerStatistics | None] = None, None  # of the last fit
     _launchers: ClassVar[tuple[type, Any]]  # Lightning's, and the class that replaces it
+    _know_ranks: Callable[[], None]  # Lightning's
 
     def __repr__(self) -> str:
         # The Trainer of the other Lightning package takes this object for a wrong name, and shows only this text.
@@ -343,9 +338,6 @@ class JoinedRanks:
         return nullcontext() if self._board is None else self._board.patient()
 
     # ------------------------------------------------------------------ ranks
-
-    def _know_ranks(self) -> None:
-        raise NotImplementedError
 
     @contextmanager
     def _rendezvous(self, strategy: str, ranks: int) -> Iterator[dist.Store | None]:
@@ -400,6 +392,11 @@ class JoinedRanks:
                 _init_dist_connection(environment, backend, timeout=self._timeout, device_id=device, store=store)
             as_lightning()
 
+    def _options_of_fits(self, scheduler: SchedulerOptions, **more: Any) -> FitOptions:
+        own_buckets = any(self._ddp_kwargs.get(name) is not None for name in ("bucket_cap_mb", "bucket_cap_mb_list"))
+        tuning = FitTuning(scheduler, timeout=self._timeout)
+        return FitOptions(scheduler=scheduler, timeout=self._timeout, own_buckets=own_buckets, tuning=tuning, **more)
+
     def _facts_of(self, options: SchedulerOptions) -> dict[str, object]:
         return {
             "number of processes": dist.get_world_size(),
@@ -411,6 +408,12 @@ class JoinedRanks:
             "policy": options.policy.name,
             **self._ddp_kwargs,
         }
+
+    def _join(self, strategy: str, facts: Mapping[str, object], trainer: pl.Trainer | None = None) -> FaultBoard:
+        """Open the board of a training, and check that all ranks have the same options."""
+        self._board = board = FaultBoard.open(rank=self.global_rank, world_size=dist.get_world_size())
+        self._meet("options", introduce(self.global_rank, strategy, facts, trainer))
+        return board
 
     def _meet(self, what: str, own: Introduction, **way_out: str) -> None:
         board = self._board
@@ -596,12 +599,12 @@ class PublishingLauncher(PublishesFailures, _MultiProcessingLauncher):
 
     def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Return, in rank 0, the outcome for the main process."""
-        return {**super().get_extra_results(trainer), _OUTCOME: _Outcome(self._strategy.outcome())}
+        return {**super().get_extra_results(trainer), _OUTCOME: _Outcome(self._strategy._so_far())}
 
     def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
         """Take over rank 0's outcome in the main process."""
         super().update_main_process_results(trainer, extra)
-        self._strategy.remember(extra[_OUTCOME].of_fit)
+        self._strategy._outcome = extra[_OUTCOME].of_fit
 
 
 _said: set[str] = set()  # messages on environment variables, each shown once per process
@@ -611,6 +614,7 @@ class RankStrategy(JoinedRanks, DDPStrategy):
     """Steps and failures of both of this package's strategies for Trainer."""
 
     _launchers = _MultiProcessingLauncher, PublishingLauncher
+    _know_ranks = DDPStrategy.set_world_ranks
     example_option: ClassVar[str] = ""
     """An option of the strategy with a value, for messages."""
 
@@ -625,16 +629,6 @@ class RankStrategy(JoinedRanks, DDPStrategy):
                 _said.add(sentence)
                 rank_zero_warn(sentence)
         super().__init__(**options)
-
-    def outcome(self) -> Any:
-        """Return the outcome of a fit for the main process, if it is not a rank itself."""
-        return None
-
-    def remember(self, outcome: Any) -> None:
-        """Store rank 0's outcome in the main process."""
-
-    def _know_ranks(self) -> None:
-        self.set_world_ranks()
 
     def setup_environment(self) -> None:
         """See DDPStrategy."""
@@ -716,14 +710,6 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         self._checkpoint = checkpoint_path, f" of epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
         return checkpoint
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """See DDPStrategy. A complete file replaces an earlier one."""
-        if not self.is_global_zero:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        with written_whole(self.checkpoint_io, filepath) as path:
-            super().save_checkpoint(checkpoint, path, storage_options)
-
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """See DDPStrategy. After restoring, ranks compare checkpoints before any of them validates or trains."""
         # Lightning calls this with or without a checkpoint.
@@ -772,27 +758,3 @@ def digest_of(path: str | Path) -> str:
     except Exception:  # only the plugin that wrote it can read it
         return "unknown"
     return f"{zlib.crc32(repr(parts).encode()):08x}"
-
-
-@contextmanager
-def written_whole(checkpoint_io: object, path: str | Path) -> Iterator[str | Path]:
-    """Yield where to write a file that appears complete at ``path`` afterwards; one process at a time.
-
-    Args:
-        checkpoint_io: The plugin that writes. Plugins other than Lightning's own get ``path`` itself.
-        path: Path of the checkpoint. A local file is replaced atomically; a URL is left to Lightning.
-    """
-    if type(checkpoint_io) is not TorchCheckpointIO or "://" in str(path):
-        yield path
-        return
-    whole = Path(path)
-    part = whole.with_name(f".{whole.name}.part")  # a killed writer may have left one, which is overwritten
-    try:
-        yield part
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        part.replace(whole)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink()
-        raise

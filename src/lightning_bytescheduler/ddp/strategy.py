@@ -16,19 +16,13 @@ import torch
 from lightning_bytescheduler.checks import require_bool
 from lightning_bytescheduler.ddp.batches import BatchSharing, loader_resumes
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
-from lightning_bytescheduler.ddp.ddp_arguments import (
-    ELSEWHERE,
-    SAID_BY_THE_STRATEGY,
-    check_options,
-)
-from lightning_bytescheduler.ddp.decided_fit import FitOptions, FitTuning
+from lightning_bytescheduler.ddp.ddp_arguments import ELSEWHERE, EXAMPLE, HOOKS, LAUNCH, SCHEDULED, check_options
 from lightning_bytescheduler.ddp.fit_report import ONE_RANK, OverlapPlan, SchedulerStatistics
 from lightning_bytescheduler.ddp.rank_strategy import (
     OUTER_STATE,
     FitPosition,
     RankStrategy,
     callbacks_of,
-    introduce,
     model_facts,
     optimizer_facts,
 )
@@ -37,7 +31,6 @@ from lightning_bytescheduler.ddp.sigterm import RequeueForAll, SigtermForAll, re
 from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.ddp.wire import ServerOptions
 from lightning_bytescheduler.exceptions import OptionError, RanksDivergedError, UnsupportedError
-from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.rendezvous import Introduction
 from lightning_bytescheduler.lightning_api import (
     CheckpointIO,
@@ -133,7 +126,7 @@ class ByteSchedulerStrategy(RankStrategy):
 
     # Lightning stops all ranks after a SIGTERM to rank 0 or to every rank, which is not a failure.
     sigterm_patience_s = 10.0
-    example_option = "partition_size=131_072"
+    example_option = EXAMPLE
     has_sizes_to_tune = True
 
     def __init__(
@@ -169,26 +162,11 @@ class ByteSchedulerStrategy(RankStrategy):
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
+        arguments = locals()
         require_bool("log_metrics", log_metrics)
-        ddp = {
-            "ddp_comm_state": ddp_comm_state,
-            "ddp_comm_hook": ddp_comm_hook,
-            "ddp_comm_wrapper": ddp_comm_wrapper,
-            "model_averaging_period": model_averaging_period,
-            "bucket_cap_mb": bucket_cap_mb,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-        }
-        check_options(ByteSchedulerStrategy, kwargs, ddp=ddp, launch={}, elsewhere=_ELSEWHERE)
-        self._options = SchedulerOptions.resolve(
-            partition_size=partition_size,
-            credit=credit,
-            cross_barrier=cross_barrier,
-            mode=mode,
-            tuning=tuning,
-            timeline=timeline,
-            debug=debug,
-            policy=policy,
-        )
+        ddp = {name: arguments[name] for name in (*HOOKS, "bucket_cap_mb", "gradient_as_bucket_view")}
+        kwargs = check_options(ByteSchedulerStrategy, kwargs, ddp=ddp, launch={}, elsewhere=_ELSEWHERE)
+        self._options = SchedulerOptions.resolve(**{name: arguments[name] for name in SCHEDULED}, tuning=tuning)
         _say_if_tiny(partition_size=self._options.partition_size, credit=self._options.credit)
         self._rules = CompressionRules.resolve(compression, compression_min_size)
         self._weighting = Weighting(weighting, batch_size)
@@ -202,30 +180,15 @@ class ByteSchedulerStrategy(RankStrategy):
         self._hooks: SchedulerHooks | None = None
         self._sigterm: SigtermForAll | None = None
         self._during_fit = ExitStack()  # contexts that last as long as a fit
-        self._tuning = FitTuning(self._options, timeout=timeout)
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            **kwargs,
-        )
-        self._fit_options = FitOptions(
-            scheduler=self._options,
-            timeout=timeout,
-            own_buckets=bucket_cap_mb is not None or kwargs.get("bucket_cap_mb_list") is not None,
-            tuning=self._tuning,
+        super().__init__(**{name: arguments[name] for name in LAUNCH}, **kwargs)
+        self._fit_options = self._options_of_fits(
+            self._options,
             rules=self._rules,
             counter=partial(SampleCounter, self._weighting.samples) if self._weighting.by_samples else None,
             servers=self._servers,
             await_batch=self._await_batch,
         )
-        self._ddp_kwargs.update(bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=gradient_as_bucket_view)
-        self._ddp_kwargs = {k: v for k, v in self._ddp_kwargs.items() if k not in SAID_BY_THE_STRATEGY}
+        self._tuning = self._fit_options.tuning
 
     @property
     def statistics(self) -> SchedulerStatistics | None:
@@ -235,18 +198,11 @@ class ByteSchedulerStrategy(RankStrategy):
     @property
     def plan(self) -> OverlapPlan | None:
         """What overlaps in the current or last fit, or why nothing does; ``None`` before the first."""
-        (plan, _), shares = self._so_far(), self._sharing.balance
-        if plan is None or shares is None:
-            return plan
-        return replace(plan, batch_shares=shares.present)
+        return self._so_far()[0]
 
-    def outcome(self) -> tuple[OverlapPlan | None, SchedulerStatistics | None]:
-        """See RankStrategy."""
-        return self.plan, self.statistics
-
-    def remember(self, outcome: tuple[OverlapPlan | None, SchedulerStatistics | None]) -> None:
-        """See RankStrategy."""
-        self._outcome = outcome
+    def _so_far(self) -> tuple[OverlapPlan | None, SchedulerStatistics | None]:
+        (plan, statistics), shares = super()._so_far(), self._sharing.balance
+        return plan if plan is None or shares is None else replace(plan, batch_shares=shares.present), statistics
 
     def metrics(self, new: SchedulerStatistics) -> dict[str, float]:
         """Return the values to log.
@@ -286,9 +242,7 @@ class ByteSchedulerStrategy(RankStrategy):
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self._sharing.begin()
         if trainer is not None and self.world_size > 1:
-            self._board = FaultBoard.open(rank=self.global_rank, world_size=self.world_size)
-            own = introduce(self.global_rank, "bytescheduler", self._common_options(), trainer)
-            self._meet("options", own)
+            self._board = self._join("bytescheduler", self._common_options(), trainer)
             self._position = FitPosition(trainer)
             self._board.stands(self._position.standing)
             self._sigterm = SigtermForAll(trainer, self._board)

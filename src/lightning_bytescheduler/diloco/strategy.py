@@ -25,7 +25,6 @@ from torchmetrics import Metric
 
 from lightning_bytescheduler.checks import options_by_name
 from lightning_bytescheduler.ddp.batches import loader_resumes
-from lightning_bytescheduler.ddp.decided_fit import FitOptions, FitTuning
 from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE, RankStrategy, callbacks_of, introduce, model_facts
 from lightning_bytescheduler.ddp.sigterm import worker_signals
 from lightning_bytescheduler.diloco.coordinator_client import resolve_coordinator
@@ -300,14 +299,7 @@ class DiLoCoStrategy(RankStrategy):
             **ddp_options(self._options.inner, self._options.inner_options),
         )
         if self._options.inner == "bytescheduler":
-            given = self._options.inner_options
-            scheduler = scheduler_options(given)
-            self._fit_options = FitOptions(
-                scheduler=scheduler,
-                timeout=timeout,
-                tuning=FitTuning(scheduler, timeout=timeout),
-                own_buckets=any(given.get(option) is not None for option in ("bucket_cap_mb", "bucket_cap_mb_list")),
-            )
+            self._fit_options = self._options_of_fits(scheduler_options(self._options.inner_options))
 
     @property
     def inner_size(self) -> int:
