@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trainer.fit(model, data)
     if trainer.is_global_zero:
         for entry in tuner.entries:
-            print(f"step {entry.step}: {entry.kind}, {entry.point}, {1e3 * entry.step_seconds:.1f} ms")
+            print(f"step {entry.step}: {entry.kind}, {entry.point}, {1e3 * entry.time.seconds:.1f} ms")
         print(f"{'Settled on' if tuner.is_settled else 'At present'}: {tuner.current}.")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from lightning_bytescheduler.cli import main
-from lightning_bytescheduler.ddp.decided_fit import FitTuning, announce, first_guess, space_for
+from lightning_bytescheduler.__main__ import main
+from lightning_bytescheduler.ddp.decided_fit import FitTuning, announce
 from lightning_bytescheduler.ddp.wire import AgreedSizes
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.tuning import credit_tuner
 from lightning_bytescheduler.tuning.record import read_record
-from lightning_bytescheduler.tuning.sizes import LinkEstimate, SchedulerSizes, SearchSpace, TuningPoint
+from lightning_bytescheduler.tuning.sizes import SchedulerSizes
 from tests.ddp.fits import Paced
 from tests.ddp.tuned_fits import Seen, record_of, tuned_fit
 from tests.support.rank_pool import RankPool
@@ -38,7 +37,7 @@ def test_default_on(two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureF
     assert len(set(zero.points[:20])) == 1, "nothing changes in a run of a few steps"
     record = read_record(record_of(tmp_path))
     assert [entry.kind for entry in record[:2]] == ["start", "ddp"]
-    partitions = {entry.partition_size for entry in record if entry.partition_size}
+    partitions = {entry.point.partition_size for entry in record if not entry.point.is_plain_ddp}
     assert partitions == {zero.points[0][1]}, "partitions are not tuned by default"
     assert one.entries == ()
     assert not [name for name in zero.metrics if name.startswith("bytescheduler")], "nothing in the progress bar"
@@ -70,7 +69,7 @@ def test_tuned_from_when_on_overlap_pays(two_ranks: RankPool) -> None:
         zero.tunes_sizes == [False] * first + [True] * (60 - first) or zero.tunes_sizes[first + 1 :].count(False) == 0
     )
     assert [entry.kind for entry in zero.entries[:2]] == ["start", "guess"]
-    assert len({entry.credit for entry in zero.entries}) > 2, "other credits are tried"
+    assert len({entry.point.credit for entry in zero.entries}) > 2, "other credits are tried"
     assert one.entries == ()
     assert zero.left == one.left == []
 
@@ -111,7 +110,7 @@ def settled(two_ranks: RankPool, folder: Path) -> Seen:
 def test_resumed(two_ranks: RankPool, tmp_path: Path) -> None:
     before = settled(two_ranks, tmp_path)
     state = torch.load(tmp_path / "late.ckpt", weights_only=True)["bytescheduler_tuning"]
-    chosen = tuple(size or 0 for size in state["current"].values())
+    chosen = tuple(state["current"])
     assert before.points[-1] == chosen
 
     zero, one = two_ranks.run(tuned_fit, steps=170, tuner=HASTY, options=SIZED, resume=str(tmp_path / "late.ckpt"))
@@ -134,34 +133,6 @@ def test_the_published_tuners_root_is_ignored_with_a_notice(caplog: pytest.LogCa
         announce(options, AgreedSizes(sizes=sizes, link=None))
     (line,) = (line for line in caplog.messages if "ignored" in line)
     assert "BYTESCHEDULER_ROOT_IP, BYTESCHEDULER_ROOT_PORT ignored" in line
-
-
-@pytest.mark.parametrize("credit", [True, False])
-@pytest.mark.parametrize("partition", [True, False])
-@pytest.mark.parametrize("parameters", [1, 1500, 2_000_000, 1_000_000_000])
-@pytest.mark.parametrize("sizes", [(300, 40), (1, 1), (40_000_000, 8_000_000)])
-def test_the_start_is_in_the_space(credit: bool, partition: bool, parameters: int, sizes: tuple[int, int]) -> None:
-    start = TuningPoint(credit=sizes[0], partition_size=sizes[1])
-    options = SchedulerOptions(tunes_credit=credit, tunes_partition=partition)
-    space = space_for(parameters, start, options, largest_bucket=500_000)
-    for size, (low, high) in zip(sizes, (space.credits, space.partitions), strict=True):
-        assert low <= size <= high
-    if not credit:
-        assert space.credits == (sizes[0], sizes[0])
-    if not partition:
-        assert not space.tunes_partitions
-
-
-@pytest.mark.parametrize("alpha", [1e-5, 1e-3, 1e-2])
-def test_the_first_guess_is_a_closed_form(alpha: float) -> None:
-    parameters, link = 20_000_000, LinkEstimate(alpha=alpha, beta=1e-8)
-    space = SearchSpace.for_model(parameters)
-    (guess,) = first_guess(space, parameters, link, TuningPoint(credit=space.credits[1], partition_size=1024))
-    assert guess in space
-    low, high = space.partitions
-    best = min(max(math.sqrt(alpha * parameters / 4e-8), low), high)
-    assert abs(math.log2(guess.sizes[1] / best)) <= 0.1
-    assert first_guess(space, parameters, link, guess) == (), "what is measured anyway is no guess"
 
 
 def test_what_was_decided_is_known_when_a_script_has_destroyed_its_groups() -> None:

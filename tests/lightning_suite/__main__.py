@@ -12,7 +12,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_bytescheduler.checks import ARCHITECTURES
 from tests.lightning_suite.checkout import Checkout, CheckoutError
 from tests.lightning_suite.processes import CollectedTest, Runner
 from tests.lightning_suite.record import ARCHITECTURE_VARIABLE
@@ -96,8 +95,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--only", metavar="TEXT", help="only tests whose id contains this")
     parser.add_argument(
         "--architecture",
-        choices=ARCHITECTURES,
-        default=ARCHITECTURES[0],
+        choices=("allreduce", "ps"),
+        default="allreduce",
         help="of the strategy (default: %(default)s)",
     )
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds that a test may take (default 180)")

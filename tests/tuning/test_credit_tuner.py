@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from lightning_bytescheduler import CreditTuner, OptionError, UnsupportedError
-from lightning_bytescheduler.tuning.record import TrialEntry, standing_of
+from lightning_bytescheduler.tuning.record import StepTimeEstimate, TrialEntry, standing_of
+from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, TuningPoint
 from tests.ddp.fits import said
 
 
@@ -66,25 +67,20 @@ def test_outside_of_a_fit() -> None:
     checkpoint: dict[str, Any] = {}
     tuner.on_save_checkpoint(None, None, checkpoint)  # type: ignore[arg-type]
     assert checkpoint == {}
-    tuner.stop()
 
 
-def entry(kind: str, ms: float, *, credit: int | None = 4000, outcome: str = "measured", search: int = 0) -> TrialEntry:
+def entry(kind: str, ms: float, *, credit: int = 4000, outcome: str = "measured", search: int = 0) -> TrialEntry:
     return TrialEntry(
         search=search,
         kind=kind,
         step=10,
-        credit=credit,
-        partition_size=None if credit is None else 1000,
-        step_seconds=ms / 1e3,
-        error_seconds=1e-4,
-        noise=0.01,
-        steps=20,
+        point=TuningPoint(credit, 1000) if credit else PLAIN_DDP,
+        time=StepTimeEstimate(ms / 1e3, 1e-4, ms / 1e5, 20),
         outcome=outcome,
     )
 
 
-START, DDP = entry("start", 37.2), entry("ddp", 34.9, credit=None)
+START, DDP = entry("start", 37.2), entry("ddp", 34.9, credit=0)
 
 
 @pytest.mark.parametrize(
@@ -108,17 +104,17 @@ START, DDP = entry("start", 37.2), entry("ddp", 34.9, credit=None)
                 START,
                 DDP,
                 entry("confirm", 37.0),
-                entry("confirm", 35.0, credit=None),
-                entry("chosen", 35.0, credit=None),
+                entry("confirm", 35.0, credit=0),
+                entry("chosen", 35.0, credit=0),
             ),
             "synchronised steps are fastest (35.0 ms against 37.0 ms overlapped), after 2 trials",
         ),
         (
-            (DDP, entry("guess", 34.7), entry("chosen", 34.9, credit=None)),
+            (DDP, entry("guess", 34.7), entry("chosen", 34.9, credit=0)),
             "overlapped steps are hardly faster (34.7 ms against 34.9 ms synchronised), after 2 trials",
         ),
         (
-            (START, DDP, entry("chosen", 35.0, credit=None), entry("drift", 70.0), entry("start", 70.0, search=1)),
+            (START, DDP, entry("chosen", 35.0, credit=0), entry("drift", 70.0), entry("start", 70.0, search=1)),
             "overlapped steps with credit 4,000, partition 1,000 are fastest so far (70.0 ms); 1 of 3 trials made",
         ),
     ],
@@ -147,13 +143,13 @@ class Fake:
 
 def test_what_is_decided_is_told_once_and_trials_are_not() -> None:
     tuner = CreditTuner(trials=3)
-    tuner._tuning = Fake(  # type: ignore[assignment]
+    tuner._search = Fake(  # type: ignore[assignment]
         ((), None, False),
         ((), (True, False), True),
         ((START, DDP), (True, False), True),
         ((), (False, True), False),
         ((), (False, True), False),
-        ((entry("chosen", 34.9, credit=None),), (True, True), True),
+        ((entry("chosen", 34.9, credit=0),), (True, True), True),
         ((), (True, True), True),
         ((entry("drift", 70.0),), None, False),
         ((), (True, True), True),

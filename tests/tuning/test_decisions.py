@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -11,7 +12,7 @@ from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.tuning.record import TrialEntry, TuningIdentity
 from lightning_bytescheduler.tuning.search import TuningOptions
 from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, LinkEstimate, SearchSpace, TuningPoint
-from tests.tuning.training import IDENTITY, PARAMETERS, SPACE, START, Training, tuning
+from tests.tuning.training import CREDITS, IDENTITY, PARAMETERS, SPACE, START, Training, tuning
 
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))]
 FASTEST = 0.3
@@ -22,7 +23,7 @@ def bowl(optimum: TuningPoint, *, a: float = 0.03, b: float = 0.02, c: float = 0
     def seconds(point: TuningPoint) -> float:
         if point.is_plain_ddp:
             return FASTEST * ddp
-        x, y = (math.log2(size / best) for size, best in zip(point.sizes, optimum.sizes, strict=True))
+        x, y = (math.log2(size / best) for size, best in zip(point, optimum, strict=True))
         return FASTEST * (1 + a * x * x + b * y * y + c * x * y)
 
     return seconds
@@ -86,6 +87,25 @@ def test_plain_ddp_wins_among_equals_whatever_the_noise(seed: int, noise: float)
     assert training.tuning.current == PLAIN_DDP
 
 
+@pytest.mark.parametrize(("ddp", "wins"), [(1.0, True), (1.005, True), (1.02, False)])
+def test_the_best_and_plain_ddp_are_measured_again_in_turns_and_a_tie_is_plain_ddps(ddp: float, wins: bool) -> None:
+    one = SearchSpace(credits=(START.credit,) * 2, partitions=(START.partition_size,) * 2)
+    seen: list[bool] = []
+
+    def seconds(point: TuningPoint) -> float:
+        seen.append(point.is_plain_ddp)
+        return 0.3 * ddp * (1 + 0.0001 * len(seen)) if point.is_plain_ddp else 0.3 * (1 + 0.0001 * len(seen))
+
+    training = Training(tuning(one), seconds, noise=0.0, outliers=0.0).run(1000, until_settled=True)
+    assert training.tuning.is_settled
+    assert training.tuning.current == (PLAIN_DDP if wins else START), "a steady drift cancels"
+    turns = [(way, len(list(steps))) for way, steps in itertools.groupby(seen)]
+    # The start and plain DDP, each once; then back and forth, with two turns of one in a row.
+    assert [way for way, _ in turns] == [False, True] * 4 + [False]
+    lengths = [length for _, length in turns[3:-1]]
+    assert max(lengths) - min(lengths) <= 2
+
+
 def test_plain_ddp_has_one_trial() -> None:
     training = Training(tuning(), lambda point: 0.9 if point.is_plain_ddp else 0.3, seed=3, noise=0.005)
     training.run(1000, until_settled=True)
@@ -101,24 +121,15 @@ def test_plain_ddp_is_not_tried_where_it_is_not_wanted() -> None:
 
 
 def test_only_the_credit_moves_where_partitions_are_not_tuned() -> None:
-    space = SearchSpace.for_model(PARAMETERS, partition_size=START.partition_size)
     seconds = bowl(TuningPoint(credit=2_000_896, partition_size=97_280), a=0.05)
-    training = Training(tuning(space), seconds, seed=1).run(3000, until_settled=True)
-    assert {e.partition_size for e in training.tuning.entries if e.credit is not None} == {START.partition_size}
+    training = Training(tuning(CREDITS), seconds, seed=1).run(3000, until_settled=True)
+    assert {e.point.partition_size for e in training.tuning.entries if e.point.credit} == {START.partition_size}
     assert seconds(training.tuning.current) <= 1.03 * FASTEST
-
-
-def test_guesses_come_first() -> None:
-    guess = SPACE.points()[40]
-    tuner = tuning(guesses=[guess])
-    Training(tuner, bowl(OPTIMUM)).run(500)
-    kinds = [(entry.kind, entry.point) for entry in tuner.entries][:3]
-    assert kinds == [("start", START), ("ddp", PLAIN_DDP), ("guess", guess)]
 
 
 def test_a_space_of_one_point() -> None:
     one = TuningPoint(credit=1024, partition_size=1024)
-    training = Training(tuning(SearchSpace.for_model(100), one), lambda point: 0.3 if point == one else 0.5)
+    training = Training(tuning(SearchSpace.for_model(100, one), one), lambda point: 0.3 if point == one else 0.5)
     training.run(1000, until_settled=True)
     assert training.tuning.current == one
 
@@ -139,15 +150,18 @@ def test_validations_move_no_step_time_and_the_first_steps_after_a_change_are_no
             break
     assert tuner.is_settled
     for entry in tuner.entries:
-        assert entry.step_seconds == pytest.approx(seconds(entry.point), rel=1e-6), entry
+        assert entry.time.seconds == pytest.approx(seconds(entry.point), rel=1e-6), entry
 
 
-def test_decisions_lead_by_as_many_steps_as_asked_for() -> None:
-    options = TuningOptions(lead=3)
+def test_decisions_lead_by_two_steps() -> None:
     seconds = bowl(OPTIMUM)
-    training = Training(tuning(options=options), seconds, outliers=0.0, noise=0.001).run(3000, until_settled=True)
+    training = Training(tuning(), seconds, outliers=0.0, noise=0.001)
+    while not training.decisions:
+        training.run(1)
+    assert training.tuning.in_force_from == training.step - 1 + 2
+    training.run(3000, until_settled=True)
     for entry in training.tuning.entries:
-        assert entry.step_seconds == pytest.approx(seconds(entry.point), rel=0.01)
+        assert entry.time.seconds == pytest.approx(seconds(entry.point), rel=0.01)
     assert seconds(training.tuning.current) <= 1.03 * FASTEST
 
 
@@ -294,7 +308,7 @@ def damaged(state: dict, path: str, value: object) -> dict:
         ("version", 99),
         ("identity", None),
         ("current", [3]),
-        ("current.credit", None),
+        ("current", [None, None]),
         ("lost_seconds", -1.0),
         ("settled", None),
         ("steps", 1.5),
@@ -315,36 +329,6 @@ def test_a_state_that_is_none_is_refused_as_a_whole(path: str, value: object) ->
 
 
 # Misuse.
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf, "1", None, True], ids=repr)
-def test_a_step_takes_some_time(seconds) -> None:
-    with pytest.raises(OptionError, match="seconds"):
-        tuning().step_took(0, seconds)
-
-
-def test_steps_go_on_and_on() -> None:
-    tuner = tuning()
-    tuner.step_took(5, 0.3)
-    for step in (5, 4, True, 6.0, None):
-        with pytest.raises(OptionError, match="step"):
-            tuner.step_took(step, 0.3)
-    tuner.step_took(9, 0.3)
-
-
-def test_a_start_has_sizes() -> None:
-    with pytest.raises(OptionError, match="plain DDP has none"):
-        tuning(start=PLAIN_DDP)
-
-
-def test_a_search_keeps_to_its_space() -> None:
-    """Guesses of other sizes are left out, and a start has the partition size that is not tuned."""
-    space = SearchSpace.for_model(PARAMETERS, partition_size=65_536)
-    tuner = tuning(space, guesses=[START, PLAIN_DDP, TuningPoint(credit=1, partition_size=1)])
-    assert tuner.current == TuningPoint(credit=START.sizes[0], partition_size=65_536)
-    Training(tuner, bowl(OPTIMUM)).run(500)
-    assert {entry.partition_size for entry in tuner.entries} == {None, 65_536}
-    assert not [entry for entry in tuner.entries if entry.kind == "guess"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ DEFAULTS = {
     "steps_per_trial": 100,
     "plain_ddp": True,
     "cost_share": 0.02,
-    "lead": 1,
 }
 
 

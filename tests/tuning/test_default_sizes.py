@@ -1,64 +1,33 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.tuning.sizes import LinkEstimate, default_sizes
 
 KIB, MIB = 1024, 1024 * 1024
-NAN, INF = float("nan"), float("inf")
 
 alphas = st.floats(1e-6, 0.1)
 betas = st.floats(1e-11, 1e-5)
 
 
-@given(alpha=alphas, beta=betas, sizes=st.sets(st.integers(1, 32 * MIB), min_size=2, max_size=6))
-def test_a_fit_recovers_the_line(alpha: float, beta: float, sizes: set[int]) -> None:
-    truth = LinkEstimate(alpha=alpha, beta=beta)
-    fitted = LinkEstimate.fit([(size, truth.seconds(size)) for size in sizes])
-    for size in (min(sizes), max(sizes)):
+@given(alpha=alphas, beta=betas, small=st.integers(1, 16 * MIB), more=st.integers(1, 16 * MIB))
+def test_a_fit_recovers_the_line(alpha: float, beta: float, small: int, more: int) -> None:
+    truth, large = LinkEstimate(alpha=alpha, beta=beta), small + more
+    fitted = LinkEstimate.fit((small, truth.seconds(small)), (large, truth.seconds(large)))
+    for size in (small, large):
         assert fitted.seconds(size) == pytest.approx(truth.seconds(size), rel=1e-6, abs=1.1e-6)
-
-
-def test_the_least_time_of_a_size_counts() -> None:
-    samples = [(0, 9.0), (1000, 7.0), (0, 1.0), (1000, 3.0), (500, 100.0)]
-    for order in (samples, samples[::-1]):
-        assert LinkEstimate.fit(order) == LinkEstimate(alpha=1.0, beta=0.002)
 
 
 @given(small=st.floats(0, 1), large=st.floats(0, 1))
 def test_noise_never_makes_a_link_impossible(small: float, large: float) -> None:
-    link = LinkEstimate.fit([(4 * KIB, small), (128 * KIB, large)])
+    link = LinkEstimate.fit((4 * KIB, small), (128 * KIB, large))
     assert link.alpha >= 1e-6
     assert link.beta >= 1e-12
     default_sizes(parameters=1000, bytes_per_parameter=4, link=link)
-
-
-@pytest.mark.parametrize("samples", [[], [(5, 0.1)], [(5, 0.1), (5, 0.2)]])
-def test_a_fit_needs_two_sizes(samples: list[tuple[int, float]]) -> None:
-    with pytest.raises(OptionError, match="samples must be measured at two different sizes at least") as caught:
-        LinkEstimate.fit(samples)
-    assert caught.value.value == samples
-
-
-@pytest.mark.parametrize("bad", [(10, NAN), (10, INF), (10, -0.1), (-10, 0.1), (10, "1"), (True, 0.1)], ids=repr)
-def test_a_measurement_that_is_none_is_refused(bad: Any) -> None:
-    with pytest.raises(OptionError, match="samples must be pairs of bytes and seconds"):
-        LinkEstimate.fit([(5, 0.1), bad])
-
-
-@pytest.mark.parametrize("value", [-1.0, NAN, INF, -INF, True, "1", None], ids=repr)
-def test_an_estimate_is_finite_and_not_negative(value: Any) -> None:
-    with pytest.raises(OptionError, match=r"^alpha=.* must be a finite number of seconds, 0 or more"):
-        LinkEstimate(alpha=value, beta=1e-9)
-    for beta in (value, 0, 0.0):
-        with pytest.raises(OptionError, match=r"^beta=.* must be a finite number of seconds per byte, more than 0"):
-            LinkEstimate(alpha=0.0, beta=beta)
 
 
 @given(parameters=st.integers(0, 10**11), width=st.sampled_from([1, 2, 4, 8]), alpha=st.floats(0, 10), beta=betas)
@@ -131,24 +100,6 @@ def test_a_model_of_many_buckets_gets_64_of_them() -> None:
     assert default_sizes(parameters=64 * MIB, bytes_per_parameter=4, link=link).bucket_bytes == 4 * MIB
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("parameters", -1),
-        ("parameters", 1.5),
-        ("parameters", True),
-        ("parameters", NAN),
-        ("bytes_per_parameter", 0),
-        ("bytes_per_parameter", -4),
-        ("bytes_per_parameter", "4"),
-    ],
-)
-def test_model_sizes_are_whole(option: str, value: Any) -> None:
-    model = {"parameters": 10, "bytes_per_parameter": 4, option: value}
-    with pytest.raises(OptionError, match=f"^{option}=.* must be a whole number, [01] or more"):
-        default_sizes(**model, link=LinkEstimate(alpha=0.0, beta=1e-9))
-
-
 @given(
     parameters=st.integers(0, 10**11),
     width=st.sampled_from([1, 2, 4, 8]),
@@ -170,5 +121,5 @@ def test_servers_get_the_published_partitions_and_credit(parameters: int, width:
 
 
 def test_no_rate_is_told_that_could_not_be_measured() -> None:
-    assert LinkEstimate.fit([(4, 1e-4), (264, 9e-5)]).at_rate == ""
+    assert LinkEstimate.fit((4, 1e-4), (264, 9e-5)).at_rate == ""
     assert LinkEstimate(alpha=1e-4, beta=1e-8).at_rate == " at 100 MB/s"

@@ -33,7 +33,7 @@ def test_plain_ddp_is_measured_again_however_many_points_are_faster_by_a_hair() 
     explored.trials.append(trial(PLAIN_DDP, 0.304, 0.0003, outcome="abandoned"))
     assert explored.contenders() == [fastest, PLAIN_DDP]
     explored.trials[-1] = trial(PLAIN_DDP, 0.3005, 0.0003)
-    assert explored.contenders() == [PLAIN_DDP, fastest], "it wins a tie"
+    assert explored.contenders() == [fastest, PLAIN_DDP]
     explored.trials[-1] = trial(PLAIN_DDP, 0.33, 0.0003)
     assert explored.contenders() == [fastest]
     explored.trials[-1] = trial(PLAIN_DDP, 0.28, 0.0003)

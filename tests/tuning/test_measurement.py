@@ -5,12 +5,8 @@ import random
 import pytest
 
 from lightning_bytescheduler.tuning.record import StepTimeEstimate, is_clearly_slower
-from lightning_bytescheduler.tuning.search import Confirmation, DriftDetector, Exploration, TuningOptions, Turn
-from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, TuningPoint
+from lightning_bytescheduler.tuning.search import DriftDetector, Exploration, TuningOptions, Turn
 from tests.tuning.training import SPACE, START, trial
-
-A = TuningPoint(credit=2048, partition_size=1024)
-B = TuningPoint(credit=4096, partition_size=1024)
 
 
 def steps(count: int, *, seconds: float = 0.3, noise: float = 0.03, outliers: float = 0.0, seed: int = 0):
@@ -97,29 +93,3 @@ def test_there_and_back_is_no_drift() -> None:
     for seed in range(10):
         assert not any(detector.step_took(step) for step in steps(20, seconds=0.5, seed=seed))
         assert not any(detector.step_took(step) for step in steps(20, seconds=0.2, seed=seed))
-
-
-def test_points_take_turns_back_and_forth_so_that_a_steady_drift_cancels() -> None:
-    confirmation = Confirmation([A, B])
-    seen, now = [], 1.0
-    while not confirmation.is_done:
-        seen.append(confirmation.point)
-        confirmation.take([now + (0.05 if confirmation.point == A else 0.0)] * 6)
-        now += 0.02
-    assert seen == [A, B, B, A] * 3
-    assert confirmation.winner() == B
-    assert Confirmation([A]).is_done
-
-
-def test_a_tie_is_plain_ddps() -> None:
-    for ddp, winner in ((1.0, PLAIN_DDP), (1.005, PLAIN_DDP), (1.02, A)):
-        confirmation = Confirmation([A, PLAIN_DDP])
-        while not confirmation.is_done:
-            confirmation.take([1.0 if confirmation.point == A else ddp] * 6)
-        assert confirmation.winner() == winner
-
-
-def test_without_a_turn_for_each_the_one_that_was_fastest_stays() -> None:
-    confirmation = Confirmation([A, B])
-    confirmation.take([9.0] * 6)
-    assert confirmation.winner() == A

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.tuning.record import (
     RECORD_NAME,
+    StepTimeEstimate,
     TrialEntry,
     add_arguments,
     append_entries,
@@ -18,20 +20,16 @@ from lightning_bytescheduler.tuning.record import (
     read_record,
     tables,
 )
-from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, SearchSpace, TuningPoint
+from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, TuningPoint
 from tests.tuning.test_decisions import OPTIMUM, bowl
-from tests.tuning.training import PARAMETERS, START, Training, tuning
+from tests.tuning.training import CREDITS, Training, tuning
 
 ENTRY = TrialEntry(
     search=0,
     kind="start",
     step=20,
-    credit=2048,
-    partition_size=1024,
-    step_seconds=0.3,
-    error_seconds=0.01,
-    noise=0.03,
-    steps=20,
+    point=TuningPoint(credit=2048, partition_size=1024),
+    time=StepTimeEstimate(seconds=0.3, error=0.01, scale=0.009, steps=20),
 )
 
 
@@ -60,7 +58,7 @@ def test_a_record_grows_and_is_read_back(tmp_path: Path, searched: tuple[TrialEn
 
 def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path: Path) -> None:
     file = tmp_path / RECORD_NAME
-    append_entries(file, [ENTRY, replace(ENTRY, kind="ddp", credit=None, partition_size=None)])
+    append_entries(file, [ENTRY, replace(ENTRY, kind="ddp", point=PLAIN_DDP)])
     whole = file.read_bytes()
     for length in range(whole.index(b"\n") + 1, len(whole) - 1):
         file.write_bytes(whole[:length])
@@ -84,16 +82,16 @@ def test_what_is_no_record(tmp_path: Path, line: str) -> None:
         ("kind", "?"),
         ("outcome", ""),
         ("step", -1),
-        ("steps", 1.5),
-        ("step_seconds", float("nan")),
-        ("noise", float("inf")),
-        ("credit", 0),
-        ("partition_size", None),
+        ("time", {"seconds": 0.3, "error": 0.01, "scale": 0.009, "steps": 1.5}),
+        ("time", {"seconds": None, "error": 0.01, "scale": 0.009, "steps": 20}),
+        ("time", {"seconds": 0.3, "error": -0.01, "scale": 0.009, "steps": 20}),
+        ("point", [2048]),
+        ("point", None),
     ],
 )
 def test_entries_that_cannot_be(tmp_path: Path, field: str, value: object) -> None:
     file = tmp_path / RECORD_NAME
-    file.write_text(json.dumps({**asdict(ENTRY), field: value}) + "\n")
+    file.write_text(json.dumps({**msgspec.to_builtins(ENTRY), field: value}) + "\n")
     with pytest.raises(OptionError, match="lines of a tuning record"):
         read_record(file)
 
@@ -107,7 +105,7 @@ def test_the_command_lists_trials_and_says_how_to_keep_the_result(
     chosen = searched[-1]
     assert chosen.kind == "chosen"
     text = dict(rows)
-    assert f"partition_size={chosen.partition_size}, credit={chosen.credit}" in text["to keep it"]
+    assert f"partition_size={chosen.point.partition_size}, credit={chosen.point.credit}" in text["to keep it"]
     assert len(rows) == len(searched) + 1
 
 
@@ -139,15 +137,15 @@ def test_a_picture(tmp_path: Path, searched: tuple[TrialEntry, ...]) -> None:
 def test_pictures_of_little(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw_tuning([ENTRY], tmp_path / "one.png")
-    ddp = replace(ENTRY, kind="ddp", credit=None, partition_size=None)
+    ddp = replace(ENTRY, kind="ddp", point=PLAIN_DDP)
     draw_tuning([ddp, replace(ddp, kind="chosen")], tmp_path / "ddp.png")
     # A run that was resumed in the first search's confirmation has that one's choice, but not its trials.
     draw_tuning([replace(ENTRY, kind="chosen"), replace(ENTRY, search=1)], tmp_path / "resumed.png")
-    space = SearchSpace.for_model(PARAMETERS, partition_size=START.partition_size)
-    entries = Training(tuning(space), bowl(OPTIMUM)).run(300).tuning.entries
+    entries = Training(tuning(CREDITS), bowl(OPTIMUM)).run(300).tuning.entries
     draw_tuning(entries, tmp_path / "credits.png")
     assert len(list(tmp_path.glob("*.png"))) == 4
     with pytest.raises(OptionError, match="out"):
         draw_tuning([ENTRY], tmp_path / "search.nonsense")
+    append_entries(tmp_path / RECORD_NAME, [replace(ENTRY, kind="chosen")])
     with pytest.raises(OptionError, match="at least one trial"):
-        draw_tuning([replace(ENTRY, kind="chosen")], tmp_path / "none.png")
+        tables(parsed(str(tmp_path / RECORD_NAME), "--png", str(tmp_path / "none.png")))

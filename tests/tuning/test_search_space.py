@@ -4,38 +4,47 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.checks import ARCHITECTURES
-from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.tuning.sizes import ALIGNMENT, PLAIN_DDP, SearchSpace, TuningPoint
+from tests.tuning.training import inside
 
 MILLION = 1_000_000
+SIZES = [(300, 40), (1, 1), (262_144, 65_536), (40 * MILLION, 8 * MILLION)]
 
 
 @given(
     parameters=st.integers(1, 10**12),
-    architecture=st.sampled_from(ARCHITECTURES),
-    partition_size=st.none() | st.integers(1, 10**9),
+    architecture=st.sampled_from(["allreduce", "ps"]),
+    start=st.sampled_from(SIZES),
+    tunes_credit=st.booleans(),
+    tunes_partitions=st.booleans(),
     largest_bucket=st.none() | st.integers(1, 10**9),
     octaves=st.floats(0.5, 3),
 )
-def test_all_points_are_legal(parameters, architecture, partition_size, largest_bucket, octaves) -> None:
+def test_all_points_are_legal_and_the_start_is_one(
+    parameters, architecture, start, tunes_credit, tunes_partitions, largest_bucket, octaves
+) -> None:
+    start = TuningPoint(*start)
     space = SearchSpace.for_model(
-        parameters, architecture=architecture, partition_size=partition_size, largest_bucket=largest_bucket
+        parameters,
+        start,
+        architecture=architecture,
+        tunes_credit=tunes_credit,
+        tunes_partitions=tunes_partitions,
+        largest_bucket=largest_bucket,
     )
     points = space.points(octaves=octaves)
-    assert points
+    assert inside(start, space)
     assert len(set(points)) == len(points)
-    for point in points:
-        credit, partition = point.sizes
+    for credit, partition in points:
+        assert inside(TuningPoint(credit, partition), space)
         assert 1 <= partition <= credit
-        assert point in space
-        if partition_size is not None:
-            assert partition == partition_size
-        else:
+        assert tunes_credit or credit == start.credit
+        assert tunes_partitions or partition == start.partition_size
+        if partition not in (start.partition_size, start.credit):
             assert partition % ALIGNMENT == 0
-            assert partition <= parameters + ALIGNMENT
-            assert largest_bucket is None or partition <= largest_bucket + ALIGNMENT
-    assert space.tunes_partitions or len({point.partition_size for point in points}) == 1
+            assert partition <= max(parameters + ALIGNMENT, start.partition_size)
+            assert partition <= max((largest_bucket or parameters) + ALIGNMENT, start.partition_size)
+    assert space.tunes_partitions or len({partition for _, partition in points}) == 1
 
 
 def near(bounds: tuple[int, int], low: float, high: float) -> bool:
@@ -43,67 +52,34 @@ def near(bounds: tuple[int, int], low: float, high: float) -> bool:
 
 
 def test_large_models_get_the_published_ranges() -> None:
-    space = SearchSpace.for_model(1000 * MILLION)
+    start = TuningPoint(credit=8 * MILLION, partition_size=4 * MILLION)
+    space = SearchSpace.for_model(1000 * MILLION, start)
     assert near(space.credits, 4 * MILLION, 64 * MILLION)
     assert near(space.partitions, 2 * MILLION, 32 * MILLION)
-    servers = SearchSpace.for_model(1000 * MILLION, architecture="ps")
+    servers = SearchSpace.for_model(1000 * MILLION, start, architecture="ps")
     assert near(servers.credits, 1 * MILLION, 16 * MILLION)
     assert servers.partitions[0] < 1 * MILLION < servers.partitions[1], "the published default"
 
 
 def test_a_small_model_gets_what_was_best_on_ethernet() -> None:
-    space = SearchSpace.for_model(6_250_000)
-    assert TuningPoint(credit=262_144, partition_size=65_536) in space
+    space = SearchSpace.for_model(6_250_000, TuningPoint(credit=MILLION, partition_size=MILLION))
+    assert inside(TuningPoint(credit=262_144, partition_size=65_536), space)
     assert space.credits[1] >= 6_250_000, "on a long link the window may hold the whole model"
 
 
-def test_a_space_grows_to_hold_a_point() -> None:
-    space = SearchSpace.for_model(138 * MILLION)
-    point = TuningPoint(credit=131_072, partition_size=32_768)
-    assert point not in space
-    larger = space.including(point)
-    assert point in larger
-    assert set(space.points(octaves=9)) & set(larger.points(octaves=9))
-    fixed = SearchSpace.for_model(138 * MILLION, partition_size=500).including(point)
-    assert fixed.partitions == (500, 500)
+def test_a_space_grows_to_hold_what_the_link_suggests() -> None:
+    start = TuningPoint(credit=131_072, partition_size=32_768)
+    space = SearchSpace.for_model(138 * MILLION, start)
+    assert space.credits[0] == start.credit
+    assert space.partitions[0] == start.partition_size
+    usual = SearchSpace.for_model(138 * MILLION, TuningPoint(credit=8 * MILLION, partition_size=4 * MILLION))
+    assert not inside(start, usual)
+    assert (usual.credits[1], usual.partitions[1]) == (space.credits[1], space.partitions[1])
 
 
-@pytest.mark.parametrize("foreign", [PLAIN_DDP, None, (5, 5), TuningPoint(credit=1, partition_size=1)])
-def test_what_is_not_in_a_space(foreign: object) -> None:
-    assert foreign not in SearchSpace.for_model(6_250_000)
-
-
-@pytest.mark.parametrize(
-    ("option", "arguments"),
-    [
-        ("parameters", {"parameters": 0}),
-        ("parameters", {"parameters": 1e6}),
-        ("architecture", {"parameters": 1, "architecture": "ring"}),
-        ("partition_size", {"parameters": 1, "partition_size": 0}),
-        ("largest_bucket", {"parameters": 1, "largest_bucket": -5}),
-    ],
-)
-def test_models_that_cannot_be(option: str, arguments: dict) -> None:
-    with pytest.raises(OptionError, match=f"^{option}="):
-        SearchSpace.for_model(**arguments)
-
-
-def test_spaces_that_cannot_be() -> None:
-    with pytest.raises(OptionError, match="credits"):
-        SearchSpace(credits=(5, 4), partitions=(1, 2))
-    with pytest.raises(OptionError, match="partitions"):
-        SearchSpace(credits=(1, 4), partitions=(0, 2))
-    with pytest.raises(OptionError, match="some within the largest credit"):
-        SearchSpace(credits=(1, 4), partitions=(5, 6))
-    for octaves in (0, -1, float("nan"), True):
-        with pytest.raises(OptionError, match="octaves"):
-            SearchSpace.for_model(1).points(octaves=octaves)
-
-
-@pytest.mark.parametrize(("credit", "partition"), [(1, None), (None, 1), (0, 0), (4, 5), (2.0, 1), (True, 1), (-1, -2)])
-def test_points_that_cannot_be(credit, partition) -> None:
-    with pytest.raises(OptionError):
-        TuningPoint(credit=credit, partition_size=partition)
+def test_a_small_model_has_one_partition_size() -> None:
+    space = SearchSpace.for_model(1500, TuningPoint(credit=300, partition_size=40))
+    assert space.partitions == (40, 40)
 
 
 def test_a_point_says_what_it_is() -> None:

@@ -40,7 +40,7 @@ def step_times(profile: ModelProfile, link: LinkModel, bucket_bytes: int) -> Cal
     def seconds(point: TuningPoint) -> float:
         if point.is_plain_ddp:
             return simulate(profile, link, Schedule.ddp())
-        credit, partition = point.sizes
+        credit, partition = point
         schedule = Schedule(partition_bytes=4 * partition, credit_bytes=4 * credit, bucket_bytes=bucket_bytes)
         return simulate(profile, link, schedule) + STARTING * profile.parameter_bytes / (4 * partition)
 
@@ -73,7 +73,7 @@ def test_within_three_percent_of_the_best_of_a_grid(network: str, link: str) -> 
     profile = profile.scaled_to(0.9 * profile.parameter_bytes * model.seconds_per_byte)
     sizes = sizes_for(profile, model)
     start = TuningPoint(credit=sizes.credit, partition_size=sizes.partition_size)
-    space = SearchSpace.for_model(profile.parameter_bytes // 4).including(start)
+    space = SearchSpace.for_model(profile.parameter_bytes // 4, start)
     seconds = step_times(profile, model, sizes.bucket_bytes)
     best = min(map(seconds, {*grid(space), PLAIN_DDP}))
     training = Training(tuning(space, start), seconds).run(500)
@@ -89,7 +89,7 @@ def test_a_link_that_is_reshaped_in_mid_run() -> None:
     profile = network_profile("resnet50").scaled_to(0.3)
     sizes = sizes_for(profile, LINKS["1 Gbit/s"])
     start = TuningPoint(credit=sizes.credit, partition_size=sizes.partition_size)
-    space = SearchSpace.for_model(profile.parameter_bytes // 4).including(start)
+    space = SearchSpace.for_model(profile.parameter_bytes // 4, start)
     slow = replace(LINKS["1 Gbit/s"], bandwidth=200e6 / 8)
     before, after = (step_times(profile, link, sizes.bucket_bytes) for link in (LINKS["1 Gbit/s"], slow))
     now = [before]

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lightning_bytescheduler.tuning.record import TrialEntry, TuningIdentity
+from lightning_bytescheduler.tuning.record import StepTimeEstimate, TrialEntry, TuningIdentity
 from lightning_bytescheduler.tuning.search import CreditTuning, TuningOptions, prepare
 from lightning_bytescheduler.tuning.sizes import SearchSpace, TuningPoint
 
@@ -14,8 +14,9 @@ prepare()
 
 PARAMETERS = 6_250_000
 IDENTITY = TuningIdentity(parameters=PARAMETERS, bytes_per_parameter=4, workers=4, backend="gloo")
-SPACE = SearchSpace.for_model(PARAMETERS)
 START = TuningPoint(credit=389_120, partition_size=97_280)
+SPACE = SearchSpace.for_model(PARAMETERS, START)
+CREDITS = SearchSpace.for_model(PARAMETERS, START, tunes_partitions=False)
 OPTIONS = TuningOptions()
 StepTimes = Callable[[TuningPoint], float]
 
@@ -29,14 +30,15 @@ def trial(point: TuningPoint, seconds: float, error: float = 0.001, outcome: str
         search=0,
         kind="ddp" if point.is_plain_ddp else "search",
         step=0,
-        credit=point.credit,
-        partition_size=point.partition_size,
-        step_seconds=seconds,
-        error_seconds=error,
-        noise=0.01,
-        steps=20,
+        point=point,
+        time=StepTimeEstimate(seconds, error, 0.01 * seconds, 20),
         outcome=outcome,
     )
+
+
+def inside(point: TuningPoint, space: SearchSpace) -> bool:
+    bounds = zip(point, (space.credits, space.partitions), strict=True)
+    return all(low <= size <= high for size, (low, high) in bounds)
 
 
 @dataclass

@@ -340,5 +340,5 @@ def probe_link(group: dist.ProcessGroup, device: torch.device, *, largest: int =
         if seconds >= small + _ENOUGH_S or size >= last:
             seconds = _settled(group, device, size, seconds)
             if seconds >= small + _ENOUGH_S or size >= last:
-                return LinkEstimate.fit([(_SMALL_BYTES, small), (size, seconds)])
+                return LinkEstimate.fit((_SMALL_BYTES, small), (size, seconds))
         size *= 4

@@ -15,9 +15,6 @@ counts. ``AgreedValues`` brings it to rank 0, and rank 0's decision to all ranks
 All ranks change credit, partition size and mode at that step, between two backward passes, so all buckets of a step are
 cut or merged alike. The credit must change on all ranks, too: a rank with a smaller window than rank 0's would hold
 back what rank 0 has launched.
-
-Where partitions are tuned, the first guess is the partition size with the least cost of start-ups and waiting on the
-measured link. A wrong guess costs one trial.
 """
 
 from __future__ import annotations
@@ -76,15 +73,7 @@ from lightning_bytescheduler.scheduler.options import MODES, POLICIES, Scheduler
 from lightning_bytescheduler.timeline.timeline import Timeline
 from lightning_bytescheduler.tuning.credit_tuner import CreditTuner
 from lightning_bytescheduler.tuning.record import TuningIdentity
-from lightning_bytescheduler.tuning.sizes import (
-    ALIGNMENT,
-    PLAIN_DDP,
-    LinkEstimate,
-    SearchSpace,
-    TuningPoint,
-    distance,
-    is_slow,
-)
+from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, SearchSpace, TuningPoint, is_slow
 
 _FAR = (
     "The link's latency is high, so each rank's share of a part goes straight to it, and its sum straight to all; "
@@ -101,7 +90,6 @@ SHORTEST_FIT = 100
 SETTLED_INTERVAL = 16  # steps between exchanges while nothing is tried
 _SHOWN = 16  # last steps as DDP's whose exposed communication is remembered
 _UNKNOWN = MOST - 1  # nanoseconds, for what cannot be known
-_NEAR = 0.5  # octaves
 
 
 def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
@@ -218,20 +206,6 @@ def may_drop_gradients(module: pl.LightningModule) -> bool:
     return any(is_overridden(hook, each, pl.Callback) for hook in _BEFORE_A_STEP for each in callbacks)
 
 
-def first_guess(space: SearchSpace, parameters: int, link: LinkEstimate, start: TuningPoint) -> tuple[TuningPoint, ...]:
-    """Return the cheapest partition size with a credit of two parts, as a guess; none if ``start`` is near it.
-
-    Parts of ``p`` parameters cost ``alpha * parameters / p`` to start, and the most urgent part waits ``beta * 4 * p``
-    for the one on the link. The sum is least where both are equal.
-    """
-    best = math.sqrt(link.alpha * max(parameters, 1) / (link.beta * 4))
-    low, high = space.partitions
-    partition = min(max(round(best / ALIGNMENT) * ALIGNMENT, low), high)
-    credit = min(max(2 * partition, space.credits[0]), space.credits[1])
-    guess = TuningPoint(credit=credit, partition_size=min(partition, credit))
-    return (guess,) if distance(guess, start) >= _NEAR else ()
-
-
 class StepTimer:
     """Times one fit's steps, from one forward pass to the next.
 
@@ -307,13 +281,13 @@ class PointInForce(StepMode):
             self._times.begin(step, self._step_took)
         wanted, interval = None, 1
         if self._tuner is not None:
-            wanted, interval = self._tuner.current.numbers, SETTLED_INTERVAL if self._tuner.is_settled else 1
+            wanted, interval = self._tuner.current, SETTLED_INTERVAL if self._tuner.is_settled else 1
         seen = [_UNKNOWN if math.isinf(seconds) else int(1e9 * seconds) for seconds in self._exposed]
         seen += [MOST] * (_SHOWN - len(seen))
         agreed = self._values.before_step(step, wanted, interval=interval, seen=seen)
         if agreed is None:
             return
-        point, known = TuningPoint.of(agreed[:2]), [least for least in agreed[2:] if least < MOST]
+        point, known = TuningPoint(*agreed[:2]), [least for least in agreed[2:] if least < MOST]
         hideable = statistics.median_low(known) if known else None
         self._hideable = math.inf if hideable == _UNKNOWN else hideable and hideable / 1e9
         if point != self._point:
@@ -340,7 +314,7 @@ class PointInForce(StepMode):
         self._exposed.clear()
         self._hideable = None
         if not point.is_plain_ddp:
-            self._core.credit, self._core.partition_size = point.sizes
+            self._core.credit, self._core.partition_size = point
         self._on_change(point)
 
 
@@ -413,10 +387,10 @@ class FitTuning:
             problem = self._problem(module, fit, tunes=tunes, in_shards=in_shards)
             as_ddp = mode == "auto" and not slow and not asked
             first = self._deciding.begin(**problem, plain_ddp=mode == "auto", as_ddp=as_ddp, folder=folder)
-        message = torch.tensor([MODES.index(mode), decides, slow, *first.numbers], dtype=torch.int64, device=device)
+        message = torch.tensor([MODES.index(mode), decides, slow, *first], dtype=torch.int64, device=device)
         dist.broadcast(message, src=0)
         number, decides, slow, *sizes = message.tolist()
-        mode, first = MODES[number], TuningPoint.of(sizes)
+        mode, first = MODES[number], TuningPoint(*sizes)
         if not decides:
             return StepMode(mode == "ddp"), f"mode={mode!r}"
         self._in_force = PointInForce(
@@ -433,7 +407,7 @@ class FitTuning:
     def tunes_now(self) -> bool:
         """Whether sizes are being searched, on rank 0."""
         tuner = self._deciding
-        return tuner is not None and tuner.tunes_sizes and not tuner.current.is_plain_ddp
+        return tuner is not None and tuner.search.tunes_sizes and not tuner.current.is_plain_ddp
 
     @property
     def standing(self) -> str:
@@ -441,7 +415,8 @@ class FitTuning:
         if self._in_force is None:
             return self._stood
         # torch is not asked for the rank: a script may have destroyed its groups before this ends.
-        return "rank 0 times steps and says what is fastest" if self._deciding is None else self._deciding.standing
+        tuner = self._deciding
+        return "rank 0 times steps and says what is fastest" if tuner is None else tuner.search.standing
 
     def say_untuned(self, reason: str) -> None:
         """Report why the user's tuner has nothing to do."""
@@ -451,9 +426,7 @@ class FitTuning:
     def end(self, callbacks: list[pl.Callback]) -> None:
         """Stop the tuner, and remove one that was added; bounded, idempotent."""
         self._stood = self.standing
-        tuner, self._deciding, self._tuner = self._deciding, None, None
-        if tuner is not None:
-            tuner.stop()
+        self._deciding = self._tuner = None
         in_force, self._in_force = self._in_force, None
         if in_force is not None:
             in_force.close()
@@ -466,15 +439,19 @@ class FitTuning:
         trained = [p for p in module.parameters() if p.requires_grad]
         width, count = max(p.element_size() for p in trained), sum(p.numel() for p in trained)
         start = TuningPoint(credit=sizes.credit, partition_size=sizes.partition_size)
-        space = SearchSpace(credits=(sizes.credit,) * 2, partitions=(sizes.partition_size,) * 2)
-        if tunes:
-            # DDP gives a parameter above its limit a bucket of its own.
-            largest_bucket = max(sizes.bucket_bytes // width, *(p.numel() for p in trained), 1)
-            space = space_for(count, start, options, largest_bucket=largest_bucket, architecture=fit.wire.architecture)
+        # DDP gives a parameter above its limit a bucket of its own.
+        largest_bucket = max(sizes.bucket_bytes // width, *(p.numel() for p in trained), 1)
+        space = SearchSpace.for_model(
+            count,
+            start,
+            largest_bucket=largest_bucket,
+            architecture=fit.wire.architecture,
+            tunes_credit=tunes and options.tunes_credit,
+            tunes_partitions=tunes and options.tunes_partition,
+        )
         return {
             "space": space,
             "start": start,
-            "guesses": () if link is None or not space.tunes_partitions else first_guess(space, count, link, start),
             "identity": TuningIdentity(
                 parameters=count,
                 bytes_per_parameter=width,
@@ -503,26 +480,6 @@ def _record_folder(trainer: pl.Trainer) -> str | None:
         return trainer.log_dir
     given = os.path.abspath(trainer.default_root_dir) != os.getcwd()
     return trainer.default_root_dir if given else None
-
-
-def space_for(
-    parameters: int,
-    start: TuningPoint,
-    options: SchedulerOptions,
-    *,
-    largest_bucket: int,
-    architecture: str = "allreduce",
-) -> SearchSpace:
-    """Return the search space, in which a size that is not tuned keeps its value."""
-    credit, partition_size = start.sizes
-    space = SearchSpace.for_model(parameters, architecture=architecture, largest_bucket=largest_bucket)
-    if not (options.tunes_partition and space.tunes_partitions):  # a small model has only one partition size
-        space = SearchSpace.for_model(parameters, architecture=architecture, partition_size=partition_size)
-    space = space.including(start)
-    if options.tunes_credit:
-        return space
-    low, high = space.partitions
-    return replace(space, credits=(credit, credit), partitions=(low, min(high, credit)))
 
 
 def announce(options: SchedulerOptions, agreed: AgreedSizes) -> None:

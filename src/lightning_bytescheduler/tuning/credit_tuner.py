@@ -24,8 +24,6 @@ STATE_KEY = "bytescheduler_tuning"
 """Key of the tuner's state in a checkpoint. It is not a callback's state: Lightning would warn of a missing callback
 wherever a checkpoint is used without one, such as with DDP."""
 
-_LEAD = 2  # steps from a decision until it is in force: the other ranks get it during the first
-
 
 @options_by_name
 class CreditTuner(pl.Callback):
@@ -59,12 +57,11 @@ class CreditTuner(pl.Callback):
     ) -> None:
         if record is not None:
             record = require_new_file("record", record)
-        self._options = TuningOptions(trials=trials, steps_per_trial=steps_per_trial, cost_share=cost_share, lead=_LEAD)
+        self._options = TuningOptions(trials=trials, steps_per_trial=steps_per_trial, cost_share=cost_share)
         self._record_option = record
         self._record: Path | None = None
-        self._tuning: CreditTuning | None = None
-        self._state: dict[str, Any] | None = None  # to continue from
-        self._is_open = False  # between begin and stop
+        self._search: CreditTuning | None = None
+        self._state: dict[str, Any] | None = None  # a checkpoint's, until a fit begins
         self._said: tuple[bool, bool] | None = None  # the last verdict that was logged
 
     # What the strategy calls, on rank 0.
@@ -75,7 +72,6 @@ class CreditTuner(pl.Callback):
         space: SearchSpace,
         start: TuningPoint,
         identity: TuningIdentity,
-        guesses: tuple[TuningPoint, ...],
         plain_ddp: bool,
         as_ddp: bool,
         folder: str | None,
@@ -86,7 +82,6 @@ class CreditTuner(pl.Callback):
             space: The points to search.
             start: Sizes without tuning.
             identity: What the results hold for.
-            guesses: Points to try first.
             plain_ddp: Whether plain DDP is among the candidates.
             as_ddp: Whether to begin with it.
             folder: The record's folder, unless the user has named a file.
@@ -94,21 +89,31 @@ class CreditTuner(pl.Callback):
         Returns:
             The point to put in force before the first step.
         """
-        self.stop()
         file = self._record_option or (None if folder is None else os.path.join(folder, RECORD_NAME))
         self._record, self._said = None if file is None else Path(file), None
         options = replace(self._options, plain_ddp=plain_ddp)
-        tuning = CreditTuning(space, start=start, identity=identity, guesses=guesses, options=options, as_ddp=as_ddp)
-        state, self._state = self._state, None
+        search = CreditTuning(space, start=start, identity=identity, options=options, as_ddp=as_ddp)
+        state = self._known()
         try:
-            if state is not None and tuning.load_state_dict(state) and state["trials"]:
-                rank_zero_info(f"bytescheduler: tuning goes on from where it was, with {tuning.current}.")
+            if state is not None and search.load_state_dict(state) and state["trials"]:
+                rank_zero_info(f"bytescheduler: tuning goes on from where it was, with {search.current}.")
         except OptionError as error:
             rank_zero_warn(f"The tuning in the checkpoint cannot be read, and begins anew: {error}")
-        if tuning.tunes_sizes and not tuning.current.is_plain_ddp:
+        if search.tunes_sizes and not search.current.is_plain_ddp:
             prepare()
-        self._tuning, self._is_open = tuning, True
-        return tuning.current
+        self._search, self._state = search, None
+        return search.current
+
+    @property
+    def search(self) -> CreditTuning:
+        """The search of this fit, or of the last one.
+
+        Raises:
+            UnsupportedError: If nothing was tuned yet, or on ranks above 0.
+        """
+        if self._search is None:
+            raise UnsupportedError("CreditTuner decides nothing outside of a fit that ByteSchedulerStrategy tunes.")
+        return self._search
 
     @property
     def current(self) -> TuningPoint:
@@ -117,33 +122,17 @@ class CreditTuner(pl.Callback):
         Raises:
             UnsupportedError: If nothing is tuned.
         """
-        return self._begun.current
+        return self.search.current
 
     @property
     def is_settled(self) -> bool:
         """Whether a choice holds until the step time drifts; ``False`` while nothing is tuned."""
-        return self._tuning is not None and self._tuning.is_settled
-
-    @property
-    def tunes_sizes(self) -> bool:
-        """Whether there is more than one credit or partition size to choose from."""
-        return self._tuning is not None and self._tuning.tunes_sizes
+        return self._search is not None and self._search.is_settled
 
     @property
     def entries(self) -> tuple[TrialEntry, ...]:
         """The trials and choices of this fit, or the last one, in order; empty on ranks above 0."""
-        return () if self._tuning is None else self._tuning.entries
-
-    @property
-    def standing(self) -> str:
-        """The result of the search so far, in words; empty on ranks above 0 and while nothing is known."""
-        return "" if self._tuning is None else self._tuning.standing
-
-    @property
-    def _begun(self) -> CreditTuning:
-        if self._tuning is None:
-            raise UnsupportedError("CreditTuner decides nothing outside of a fit that ByteSchedulerStrategy tunes.")
-        return self._tuning
+        return () if self._search is None else self._search.entries
 
     def step_took(self, step: int, seconds: float, *, as_decided: bool, hideable: float | None = None) -> None:
         """Note the time of a step, from its forward pass to the next step's. Decide, then record and log the decision.
@@ -154,31 +143,29 @@ class CreditTuner(pl.Callback):
             as_decided: Whether it was taken at `current`.
             hideable: Seconds that overlap could hide in a typical plain DDP step; ``None`` if that is not known.
         """
-        tuning, known = self._begun, len(self.entries)
+        search, known = self.search, len(self.entries)
         # Exchanges are rare while nothing is tried, so the first decision after such a time comes into force late.
-        if not (as_decided or step < tuning.in_force_from):
+        if not (as_decided or step < search.in_force_from):
             return
-        tuning.step_took(step, seconds, hideable=hideable)
-        new = tuning.entries[known:]
+        search.step_took(step, seconds, hideable=hideable)
+        new = search.entries[known:]
         self._write(new)
         for entry in new:
             if entry.kind == "drift":
                 self._said = None
-                ms = 1e3 * entry.step_seconds
+                ms = 1e3 * entry.time.seconds
                 rank_zero_info(f"bytescheduler: steps have changed, to {ms:.1f} ms: tuning begins anew.")
-        verdict = tuning.verdict
+        verdict = search.verdict
         if verdict is not None and verdict != self._said:
             as_ddp, compared = self._said = verdict
             way = f"{'are from here on' if compared else 'stay'} {'synchronised' if as_ddp else 'overlapped'}"
-            searches = tuning.tunes_sizes and not as_ddp and not tuning.is_settled
+            searches = search.tunes_sizes and not as_ddp and not search.is_settled
             more = " How much travels at once is tuned while training." if searches else ""
-            rank_zero_info(f"bytescheduler: steps {way}: {tuning.standing}.{more}")
+            rank_zero_info(f"bytescheduler: steps {way}: {search.standing}.{more}")
 
-    def stop(self) -> None:
-        """Keep the state for the next fit. Idempotent."""
-        if self._is_open:
-            self._is_open = False
-            self._state = self._begun.state_dict()
+    def _known(self) -> dict[str, Any] | None:
+        """What a checkpoint says, or else the last search, which may be of this fit."""
+        return self._search.state_dict() if self._state is None and self._search is not None else self._state
 
     def _write(self, entries: tuple[TrialEntry, ...]) -> None:
         if not entries or self._record is None:
@@ -214,10 +201,8 @@ class CreditTuner(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add the state to a checkpoint."""
-        if self._is_open:
-            checkpoint[STATE_KEY] = self._begun.state_dict()
-        elif self._state is not None:
-            checkpoint[STATE_KEY] = self._state  # after a fit
+        if (state := self._known()) is not None:
+            checkpoint[STATE_KEY] = state
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -38,8 +38,8 @@ RECORD_NAME = "tuning.jsonl"
 """Name of the record in a run's directory."""
 
 Kind = Literal["start", "ddp", "guess", "search", "confirm", "chosen", "drift"]
-"""Kinds of entries: the point in force at the start, plain DDP, a guess from outside, a point that the search proposed,
-a point measured again; the choice; the step time drifted from that of the choice."""
+"""Kinds of entries: the point in force at the start, plain DDP, the sizes that the link suggests, a point that the
+search proposed, a point measured again; the choice; the step time drifted from that of the choice."""
 
 Outcome = Literal["measured", "abandoned"]
 
@@ -65,10 +65,10 @@ class StepTimeEstimate:
         steps: Number of steps in the estimate.
     """
 
-    seconds: float
-    error: float
-    scale: float
-    steps: int
+    seconds: _Figure
+    error: _Figure
+    scale: _Figure
+    steps: _Count
 
     @classmethod
     def of(cls, samples: Sequence[float], *, usual_noise: float = 0.0) -> StepTimeEstimate:
@@ -107,38 +107,17 @@ class TrialEntry:
         search: The search's number, from 0; another search follows a drift.
         kind: What happened.
         step: The step at which it ended.
-        credit: In parameters; ``None`` for plain DDP.
-        partition_size: In parameters; ``None`` for plain DDP.
-        step_seconds: Time of a typical step.
-        error_seconds: Standard error of ``step_seconds``.
-        noise: Standard deviation of undisturbed steps, as a share of ``step_seconds``.
-        steps: Number of measured steps.
+        point: The sizes, or plain DDP.
+        time: The measured step time.
         outcome: ``"measured"``, or ``"abandoned"`` if the point was clearly worse or the trial too costly to continue.
     """
 
     search: _Count
     kind: Kind
     step: _Count
-    credit: int | None
-    partition_size: int | None
-    step_seconds: _Figure
-    error_seconds: _Figure
-    noise: _Figure
-    steps: _Count
+    point: TuningPoint
+    time: StepTimeEstimate
     outcome: Outcome = "measured"
-
-    def __post_init__(self) -> None:
-        self.point  # noqa: B018  # refuses invalid sizes
-
-    @property
-    def point(self) -> TuningPoint:
-        """The point it is about."""
-        return TuningPoint(credit=self.credit, partition_size=self.partition_size)
-
-    @property
-    def step_time(self) -> StepTimeEstimate:
-        """The measured step time."""
-        return StepTimeEstimate(self.step_seconds, self.error_seconds, self.noise * self.step_seconds, self.steps)
 
     @property
     def is_trial(self) -> bool:
@@ -152,18 +131,17 @@ def standing_of(entries: Sequence[TrialEntry], most: int = 0) -> str:
     trials = [entry for entry in entries if entry.is_trial]
     chosen = next((entry for entry in reversed(entries) if entry.kind == "chosen"), None)
     measured = [entry for entry in trials if entry.outcome == "measured"] or entries
-    best = chosen or min(measured, key=lambda entry: entry.step_seconds)
+    best = chosen or min(measured, key=lambda entry: entry.time.seconds)
     as_ddp = best.point.is_plain_ddp
     others = [entry for entry in entries if entry.point.is_plain_ddp != as_ddp]
     again = [entry for entry in others if entry.kind == "confirm"]  # measured in turns, so these can be compared
-    other_ms = [1e3 * entry.step_seconds for entry in again or others if entry.is_trial or again]
-    ms = 1e3 * best.step_seconds
+    other_ms = [1e3 * entry.time.seconds for entry in again or others if entry.is_trial or again]
+    ms = 1e3 * best.time.seconds
     if as_ddp and other_ms and min(other_ms) < ms:
         words = f"overlapped steps are hardly faster ({min(other_ms):.1f} ms against {ms:.1f} ms synchronised)"
     else:
-        way, other = (
-            ("synchronised steps", "overlapped") if as_ddp else (f"overlapped steps with {best.point}", "synchronised")
-        )
+        way = "synchronised steps" if as_ddp else f"overlapped steps with {best.point}"
+        other = "overlapped" if as_ddp else "synchronised"
         against = f" against {min(other_ms):.1f} ms {other}" if other_ms else ""
         words = f"{way} are fastest{'' if chosen else ' so far'} ({ms:.1f} ms{against})"
     if chosen or not most:
@@ -240,12 +218,10 @@ def draw_tuning(record: Sequence[TrialEntry], out: str | os.PathLike[str]) -> No
 
     Raises:
         ImportError: If matplotlib is not installed; the message names the extra to install.
-        OptionError: If there are no trials, or matplotlib does not know the suffix of ``out``.
+        OptionError: If matplotlib does not know the suffix of ``out``.
         OSError: If ``out`` cannot be written.
     """
-    last = max((entry.search for entry in record if entry.is_trial), default=None)
-    if last is None:
-        raise OptionError("record", len(record), "one with at least one trial")
+    last = max(entry.search for entry in record if entry.is_trial)
     trials = [entry for entry in record if entry.is_trial and entry.search == last]
     chosen = next((entry for entry in record if entry.kind == "chosen" and entry.search == last), None)
     with page(out, "Drawing a search", 12.5, 5.4) as figure:
@@ -264,19 +240,19 @@ def _draw_trials(ax: Axes, trials: Sequence[TrialEntry], chosen: TrialEntry | No
         if shown:
             ax.errorbar(
                 [number + 1 for number in shown],
-                [trials[number].step_seconds * 1e3 for number in shown],
-                yerr=[trials[number].error_seconds * 1e3 for number in shown],
+                [trials[number].time.seconds * 1e3 for number in shown],
+                yerr=[trials[number].time.error * 1e3 for number in shown],
                 color=colour,
                 marker=marker,
                 linestyle="none",
                 capsize=2,
                 label=kind,
             )
-    measured = [entry.step_seconds * 1e3 if entry.outcome == "measured" else float("inf") for entry in trials]
+    measured = [entry.time.seconds * 1e3 if entry.outcome == "measured" else float("inf") for entry in trials]
     best = list(itertools.accumulate(measured, min))
     ax.step(range(1, len(best) + 1), best, where="post", color=INK, linewidth=1.2, label="best so far", zorder=3)
     if chosen is not None:
-        place = [len(trials) + 0.35], [chosen.step_seconds * 1e3]
+        place = [len(trials) + 0.35], [chosen.time.seconds * 1e3]
         ax.plot(*place, "*", markersize=13, color=_GREEN, label="chosen, measured again", zorder=4)
     numbers = range(1, len(trials) + 1, 1 + len(trials) // _LABELLED)
     ax.set_xticks(numbers, labels=[_short(trials[number - 1].point) for number in numbers])
@@ -287,7 +263,7 @@ def _draw_trials(ax: Axes, trials: Sequence[TrialEntry], chosen: TrialEntry | No
 def _short(point: TuningPoint) -> str:
     if point.is_plain_ddp:
         return "plain\nDDP"
-    return "\n".join(f"{size / 1e6:.3g} M" if size >= 1e6 else f"{size / 1e3:.3g} k" for size in point.sizes)
+    return "\n".join(f"{size / 1e6:.3g} M" if size >= 1e6 else f"{size / 1e3:.3g} k" for size in point)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -319,17 +295,12 @@ def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]
 
 
 def _rows(record: Sequence[TrialEntry]) -> Iterator[tuple[str, str]]:
-    chosen = None
     for entry in record:
-        if entry.kind == "chosen":
-            chosen = entry
-        time = f"{entry.step_seconds * 1e3:,.1f} ± {entry.error_seconds * 1e3:,.1f} ms"
+        time = f"{entry.time.seconds * 1e3:,.1f} ± {entry.time.error * 1e3:,.1f} ms"
         abandoned = f"  {entry.outcome}" if entry.outcome == "abandoned" else ""
         yield f"step {entry.step:,}  {entry.kind}", f"{entry.point}  {time}{abandoned}"
-    if chosen is None:
-        yield "chosen", "nothing yet"
-        return
-    yield "to keep it", fixed_options(chosen.point)
+    chosen = [fixed_options(entry.point) for entry in record if entry.kind == "chosen"]
+    yield ("to keep it", chosen[-1]) if chosen else ("chosen", "nothing yet")
 
 
 def fixed_options(point: TuningPoint) -> str:
@@ -340,5 +311,4 @@ def fixed_options(point: TuningPoint) -> str:
     """
     if point.is_plain_ddp:
         return 'ByteSchedulerStrategy(mode="ddp")'
-    credit, partition = point.sizes
-    return f'ByteSchedulerStrategy(partition_size={partition}, credit={credit}, mode="overlapped")'
+    return f'ByteSchedulerStrategy(partition_size={point.partition_size}, credit={point.credit}, mode="overlapped")'

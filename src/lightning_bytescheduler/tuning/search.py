@@ -4,8 +4,8 @@ One rank tunes, by its own clock. It says which point is in force from which ste
 Plain DDP is one of the points. Every rank must put a point in force before the *same* step, because partition size and
 plain DDP determine the messages of a step. Suppose that one rank cut a bucket of step 100 into four partitions and
 another rank into two. Then the first partition of one would be added to twice as much of the other, or both would wait
-for messages that never come. So a decision has to reach all ranks before the step that it names, ``lead`` steps after
-the one in which it is made.
+for messages that never come. So a decision names a step that is two steps after the one in which it is made: the other
+ranks get it during the first of them.
 
 A search has five stages.
 
@@ -13,10 +13,10 @@ A search has five stages.
    in which all ranks wait for gradients with idle processors. If that is a large part of a step, overlapped steps are
    tried at once. If it is a smaller part, they are tried when a trial's few steps are negligible among the steps so
    far. If the first overlapped trial does not pay, steps are plain DDP's again, and the next trial is delayed.
-2. *Exploration*. The point in force is measured, then plain DDP, guesses from outside, and points that the search
-   proposes, until the trials are used up or no point promises enough. A trial ends when its step time is known
-   precisely enough, when it is clearly slower than the best, or when it costs too much. While no trial is affordable,
-   training goes on with the best point.
+2. *Exploration*. The point in force is measured, then plain DDP, and points that the search proposes, until the trials
+   are used up or no point promises enough. A trial ends when its step time is known precisely enough, when it is
+   clearly slower than the best, or when it costs too much. While no trial is affordable, training goes on with the best
+   point.
 3. *Confirmation*. The best point and plain DDP are measured again in turns, unless one is clearly faster.
 4. *Settled*. The winner stays in force, and step times are watched.
 5. *Drift*. When the step time has changed for good, the next search starts from the point in force. It waits until the
@@ -30,10 +30,10 @@ force. So a trial begins only where the budget has room for such a point. Until 
 known one. A trial that would cost more is abandoned. One loss cannot be prevented: a point may be far slower than
 expected, and the steps until this is noticed are lost.
 
-*Confirmation* (:class:`Confirmation`): the fastest of many noisy measurements is partly lucky, and the machine may have
-drifted between the first trial and the last. So it is measured again beside plain DDP, in turns back and forth (a, b,
-b, a, ...), which cancels both. Plain DDP has fewer moving parts, so it is left only for a point that is faster
-beyond chance: even without any gain, one of many points always looks faster.
+*Confirmation*: the fastest of many noisy measurements is partly lucky, and the machine may have drifted between the
+first trial and the last. So it is measured again beside plain DDP, in turns back and forth (a, b, b, a, ...), which
+cancels both. Plain DDP has fewer moving parts, so it is left only for a point that is faster beyond chance: even
+without any gain, one of many points always looks faster.
 
 *Drift* (:class:`DriftDetector`) tells a lasting change of the step time from a short disturbance. Steps are gathered in
 windows. The change has lasted when the medians of several windows in a row are off in the same direction. Anything
@@ -63,8 +63,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -91,6 +90,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_LEAD = 2  # steps from a decision until it is in force: the other ranks get it during the first
 _WARM_UP = 10  # first steps that do not count, unless they are plain DDP's
 _COST_STEPS = 500  # whose share of time may be lost from the start
 _PRECISION = 0.01  # of a step time: a trial ends when its standard error is at most so much
@@ -110,7 +110,7 @@ _AGAIN_AFTER = 2000  # most steps until it is repeated
 _FEW_STEPS_NOISE = 0.03  # of a step time that comes from few plain DDP steps
 
 _TURN_STEPS = 6  # measured steps of a turn
-_ROUNDS = 6
+_TURNS = 12  # of both points together
 _WORTH_IT = 0.99  # of plain DDP's time
 _CERTAIN = 2.0  # standard errors
 
@@ -119,7 +119,7 @@ _WINDOWS = 3
 _LEAST = 0.1  # of the reference: a smaller change is not worth another search
 _CERTAIN_DRIFT = 4.0  # standard errors of a window's median
 
-_KEPT_STEPS = 2  # of the budget, for measuring the best again
+_LEAST_TRIAL = 5 + _LEAD  # steps: two measured, the first one of each change, and two to measure the best again
 _LEAST_GAIN = 0.003  # of the step time: the search ends when no point promises to save so much
 _LEAST_POINTS = 5  # with fewer, the search cannot know that there is nothing to gain
 _CONTENDS = 0.02  # of the step time of the faster of both ways, on top of errors
@@ -142,7 +142,6 @@ class TuningOptions:
         steps_per_trial: Most steps of a trial; fewer if the step time is steady, or the point clearly worse.
         plain_ddp: Whether plain DDP is among the candidates.
         cost_share: Time that may be lost, as a share of the time of the steps since the search began.
-        lead: Steps from a decision to the first step that it governs.
 
     Raises:
         OptionError: Names the option that is not allowed.
@@ -152,18 +151,12 @@ class TuningOptions:
     steps_per_trial: int = 100
     plain_ddp: bool = True
     cost_share: float = 0.02
-    lead: int = 1
 
     def __post_init__(self) -> None:
         require_whole("trials", self.trials, 2)  # the one in force, and plain DDP
         require_whole("steps_per_trial", self.steps_per_trial, 4)
         if require_positive("cost_share", self.cost_share) >= 1:
             raise OptionError("cost_share", self.cost_share, "less than 1")
-
-    @property
-    def least_steps(self) -> int:
-        """Steps at a point before it can be left with reason: two measured, and the first step of each change."""
-        return 2 + _SETTLE + self.lead
 
 
 class Turn:
@@ -180,12 +173,9 @@ class Turn:
 
     def step_took(self, seconds: float) -> bool:
         """Note a step's time, and return whether it is part of the measurement."""
-        if self._settle:
-            self._settle -= 1
-            self._settling.append(seconds)
-            return False
-        self.samples.append(seconds)
-        return True
+        settles = len(self._settling) < self._settle
+        (self._settling if settles else self.samples).append(seconds)
+        return not settles
 
     def time(self, *, usual_noise: float = 0.0) -> StepTimeEstimate | None:
         """The step time as far as it is known."""
@@ -221,70 +211,12 @@ class DriftDetector:
         """Note a step's time, and return whether a change has lasted; true until a window is as before again."""
         self._window.append(seconds)
         if len(self._window) == _WINDOW:
-            self._judge(StepTimeEstimate.of(self._window))
-            self._window = []
+            window, self._window = StepTimeEstimate.of(self._window), []
+            change = window.seconds - self._reference.seconds
+            margin = max(_LEAST * self._reference.seconds, _CERTAIN_DRIFT * (window.error + self._reference.error))
+            way = (change > margin) - (change < -margin)
+            self._off = way if way * self._off <= 0 else self._off + way
         return abs(self._off) >= _WINDOWS
-
-    def _judge(self, window: StepTimeEstimate) -> None:
-        change = window.seconds - self._reference.seconds
-        margin = max(_LEAST * self._reference.seconds, _CERTAIN_DRIFT * (window.error + self._reference.error))
-        if abs(change) <= margin:
-            self._off = 0
-        elif change > 0:
-            self._off = max(self._off, 0) + 1
-        else:
-            self._off = min(self._off, 0) - 1
-
-
-class Confirmation:
-    """Measures points again in turns, and chooses the winner.
-
-    Args:
-        points: The points to measure, the preferred one first.
-    """
-
-    def __init__(self, points: Sequence[TuningPoint]) -> None:
-        self._points = tuple(points)
-        self._turns_taken = 0
-        self._samples: list[list[float]] = [[] for _ in self._points]
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all turns were taken; a single point needs none."""
-        return len(self._points) < 2 or self._turns_taken >= _ROUNDS * len(self._points)
-
-    @property
-    def point(self) -> TuningPoint:
-        """The point whose turn it is."""
-        return self._points[self._index]
-
-    @property
-    def _index(self) -> int:
-        lap, position = divmod(self._turns_taken, len(self._points))
-        return position if lap % 2 == 0 else len(self._points) - 1 - position
-
-    def take(self, samples: Sequence[float]) -> None:
-        """Note the step times of this turn, and go on to the next turn."""
-        self._samples[self._index] += samples
-        self._turns_taken += 1
-
-    def times(self) -> dict[TuningPoint, StepTimeEstimate]:
-        """The step times of the turns so far."""
-        return {
-            point: StepTimeEstimate.of(samples)
-            for point, samples in zip(self._points, self._samples, strict=True)
-            if samples
-        }
-
-    def winner(self) -> TuningPoint:
-        """The fastest point once all were measured; until then, the preferred one."""
-        times = self.times()
-        if len(times) < len(self._points):
-            return self._points[0]
-        plain = times.get(PLAIN_DDP)
-        if plain is not None:
-            times = {point: time for point, time in times.items() if is_worth_it(time, plain)} or {PLAIN_DDP: plain}
-        return min(times, key=lambda point: times[point].seconds)
 
 
 def is_worth_it(time: StepTimeEstimate, plain: StepTimeEstimate) -> bool:
@@ -326,12 +258,12 @@ class Exploration:
     def best(self) -> TrialEntry | None:
         """The fastest point that was measured to the end."""
         measured = (trial for trial in self.trials if trial.outcome == "measured")
-        return min(measured, key=lambda trial: trial.step_seconds, default=None)
+        return min(measured, key=lambda trial: trial.time.seconds, default=None)
 
     @property
     def usual_noise(self) -> float:
         """Relative scale of this training's step times: the median over the trials."""
-        noises = sorted(trial.noise for trial in self.trials if trial.outcome == "measured")
+        noises = sorted(trial.time.noise for trial in self.trials if trial.outcome == "measured")
         return noises[len(noises) // 2] if noises else 0.0
 
     def left_seconds(self, steps: int) -> float:
@@ -339,7 +271,7 @@ class Exploration:
         best = self.best
         if best is None:
             return float("inf")  # no point is known to be better than the one in force
-        return self._options.cost_share * max(_COST_STEPS, steps) * best.step_seconds - self.lost
+        return self._options.cost_share * max(_COST_STEPS, steps) * best.time.seconds - self.lost
 
     def plan(self, steps: int) -> tuple[Kind, TuningPoint] | None:
         """The next trial, ``steps`` after the search began; ``None`` while it is better to stay at the best point."""
@@ -347,7 +279,7 @@ class Exploration:
         if best is None or len(self.trials) >= self._options.trials:
             self.done = True
             return None
-        if self.left_seconds(steps) < (self._options.least_steps + _KEPT_STEPS) * best.step_seconds:
+        if self.left_seconds(steps) < _LEAST_TRIAL * best.time.seconds:
             return None
         if self._queue:
             point = self._queue.pop(0)
@@ -362,20 +294,20 @@ class Exploration:
         return None if self.done or proposed is None else ("search", proposed)
 
     def contenders(self) -> list[TuningPoint]:
-        """The fastest point with sizes, and plain DDP, the preferred one first; one alone if it is clearly faster.
+        """The fastest point with sizes, and plain DDP, in this order; one alone if it is clearly faster.
 
         Plain DDP may take part even if its trial was abandoned: it wins a tie.
         """
         ddp = next((trial for trial in self.trials if trial.point.is_plain_ddp), None)
         measured = (trial for trial in self.trials if trial is not ddp and trial.outcome == "measured")
-        sized = min(measured, key=lambda trial: trial.step_seconds, default=None)
+        sized = min(measured, key=lambda trial: trial.time.seconds, default=None)
         if sized is None or ddp is None:
             return [trial.point for trial in (sized, ddp) if trial is not None]
-        if ddp.step_seconds - 2 * ddp.error_seconds > sized.step_seconds * (1 + _PLAIN_CONTENDS):
+        if ddp.time.seconds - 2 * ddp.time.error > sized.time.seconds * (1 + _PLAIN_CONTENDS):
             return [sized.point]
-        if sized.step_seconds - 2 * sized.error_seconds > ddp.step_seconds * (1 + _CONTENDS):
+        if sized.time.seconds - 2 * sized.time.error > ddp.time.seconds * (1 + _CONTENDS):
             return [PLAIN_DDP]
-        return [sized.point, PLAIN_DDP] if is_worth_it(sized.step_time, ddp.step_time) else [PLAIN_DDP, sized.point]
+        return [sized.point, PLAIN_DDP]
 
 
 class CreditTuning:
@@ -383,10 +315,8 @@ class CreditTuning:
 
     Args:
         space: The points to search; a single point if no size is tuned.
-        start: The sizes without tuning; not plain DDP. They need not be in the space, but must have its partition size
-            if that is not tuned.
+        start: The sizes without tuning, a point of the space.
         identity: What the results hold for.
-        guesses: Points to try before the search proposes its own; those outside the space are left out.
         options: Limits.
         as_ddp: Begin as plain DDP; otherwise at ``start``.
 
@@ -394,9 +324,6 @@ class CreditTuning:
         in_force_from: The first step at ``current``; all ranks put that in force before it.
         verdict: Whether steps are plain DDP's for now, and whether both ways were timed; ``None`` before that is
             decided.
-
-    Raises:
-        OptionError: If ``start`` is plain DDP.
     """
 
     _drift: DriftDetector  # while nothing is tried
@@ -407,16 +334,11 @@ class CreditTuning:
         *,
         start: TuningPoint,
         identity: TuningIdentity,
-        guesses: Sequence[TuningPoint] = (),
         options: TuningOptions | None = None,
         as_ddp: bool = False,
     ) -> None:
         self._space = space
-        credit, partition = start.sizes
-        if not space.tunes_partitions:
-            partition = space.partitions[0]
-        self._start = TuningPoint(credit=max(credit, partition), partition_size=partition)
-        self._guesses = tuple(guesses)
+        self._start = start
         self._identity = identity
         self._options = options or TuningOptions()
         self._entries: list[TrialEntry] = []
@@ -426,8 +348,7 @@ class CreditTuning:
         self._hideable: float | None = None
         self.in_force_from = 0
         self.verdict: tuple[bool, bool] | None = None
-        self._begin_search(PLAIN_DDP if as_ddp else self._start)
-        self._warm_up_left = self._warm_up
+        self._begin_search(PLAIN_DDP if as_ddp else start)
 
     @property
     def current(self) -> TuningPoint:
@@ -473,12 +394,7 @@ class CreditTuning:
             seconds: From the start of this step to the start of the next.
             hideable: Seconds that overlap could hide in a typical plain DDP step. All ranks wait at least that long.
                 Infinite if it cannot be known, ``None`` if it is not known yet.
-
-        Raises:
-            OptionError: If the step is not larger than the one before, or ``seconds`` is not a finite number above 0.
         """
-        require_whole("step", step, self._last_step + 1)
-        require_positive("seconds", seconds)
         self._last_step = step
         if self._warm_up_left:
             self._warm_up_left -= 1
@@ -490,16 +406,12 @@ class CreditTuning:
         if self._phase == "as ddp":
             self._hideable = hideable
             self._watch_as_ddp()
-        elif self._phase == "trial" and self._trial_is_over():
-            self._end_trial()
+        elif self._phase == "trial":
+            self._watch_trial()
         elif self._phase == "confirming" and len(self._turn.samples) >= _TURN_STEPS:
             self._end_turn()
         elif self._phase in ("waiting", "settled"):
             self._watch(seconds, measured=measured)
-
-    @property
-    def _warm_up(self) -> int:
-        return 1 if self._phase == "as ddp" else _WARM_UP
 
     # As DDP.
 
@@ -524,7 +436,7 @@ class CreditTuning:
     def _stay_as_ddp(self, ddp: TrialEntry) -> None:
         """Return to plain DDP, as the first overlapped steps did not pay, and try again much later."""
         self.verdict = True, True
-        self._enter("chosen", PLAIN_DDP, ddp.step_time)
+        self._enter("chosen", PLAIN_DDP, ddp.time)
         self._try_from = self._last_step + min(_FAILED_FACTOR * max(self._last_step, _AFFORDABLE_AFTER), _AGAIN_AFTER)
         self._go_to(PLAIN_DDP)
         self._search += 1
@@ -533,29 +445,28 @@ class CreditTuning:
     # Exploration.
 
     def _begin_search(self, in_force: TuningPoint, trials: Sequence[TrialEntry] = ()) -> None:
-        options = self._options
+        wanted = [PLAIN_DDP, self._start] if self._options.plain_ddp else [self._start]
         known = {in_force, *(trial.point for trial in trials)}
-        wanted = [PLAIN_DDP] if options.plain_ddp else []
-        wanted += [self._start, *(guess for guess in self._guesses if guess in self._space)]
-        first = [point for point in dict.fromkeys(wanted) if point not in known]
+        first = [point for point in wanted if point not in known]
         self._steps = 0  # since the search began
-        self._exploration = Exploration(self._space, first=first, trials=trials, options=options)
-        self._confirmation = Confirmation(())
+        self._exploration = Exploration(self._space, first=first, trials=trials, options=self._options)
         best = self._exploration.best
         self._kind: Kind = "start"
         self._current = in_force
         self._turn = Turn(settle=_SETTLE if 0 <= self._last_step < self.in_force_from else 0)
         if best is not None:
             self._phase = "waiting"
-            self._drift = DriftDetector(best.step_time)
+            self._drift = DriftDetector(best.time)
         else:
             self._phase = "as ddp" if in_force.is_plain_ddp else "trial"
+        # The first steps of a training take longer.
+        self._warm_up_left = 0 if self._last_step >= 0 else 1 if self._phase == "as ddp" else _WARM_UP
 
     def _next_trial(self) -> None:
         explored = self._exploration
         planned, best = explored.plan(self._steps), explored.best
         if explored.done:
-            self._confirmation = Confirmation(explored.contenders())
+            self._again: dict[TuningPoint, list[float]] = {point: [] for point in explored.contenders()}
             self._phase = "confirming"
             self._choose_or_go_on()
         elif planned is not None:
@@ -563,40 +474,32 @@ class CreditTuning:
             self._go_to(point)
         elif best is not None and self._phase != "waiting":
             self._phase = "waiting"
-            self._drift = DriftDetector(best.step_time)
+            self._drift = DriftDetector(best.time)
             self._go_to(best.point)
 
-    def _trial_is_over(self) -> bool:
-        turn, best = self._turn, self._exploration.best
-        steps, time = len(turn.samples), turn.time(usual_noise=self._exploration.usual_noise)
-        if time is None:
-            return False
-        if steps >= self._options.steps_per_trial:
-            return True
-        if best is None:
-            return steps >= _FIRST_LEAST_STEPS and time.error <= _PRECISION / 2 * time.seconds
-        precise = steps >= _LEAST_STEPS and time.error <= _PRECISION * time.seconds
-        return precise or is_clearly_slower(time, best.step_time) or self._is_too_costly(best.step_seconds)
-
-    def _is_too_costly(self, best_seconds: float) -> bool:
-        """Whether another step, and those until a change is in force, would cost more than the budget has left."""
-        lost = self._turn.lost(best_seconds, ahead=1 + self._options.lead)
-        return lost > max(self._exploration.left_seconds(self._steps), 0.0)
-
-    def _end_trial(self) -> None:
-        turn, best = self._turn, self._exploration.best
-        time = turn.time(usual_noise=self._exploration.usual_noise)
+    def _watch_trial(self) -> None:
+        """End the trial once its step time is known, or if it is clearly slower than the best, or costs too much."""
+        explored, best = self._exploration, self._exploration.best
+        time = self._turn.time(usual_noise=explored.usual_noise)
         if time is None:
             return
         outcome: Outcome = "measured"
-        if best is not None and (is_clearly_slower(time, best.step_time) or self._is_too_costly(best.step_seconds)):
-            outcome = "abandoned"
+        precision, least = _PRECISION / 2, _FIRST_LEAST_STEPS
+        if best is not None:
+            precision, least = _PRECISION, _LEAST_STEPS
+            # With another step, and those until a change is in force.
+            lost = self._turn.lost(best.time.seconds, ahead=1 + _LEAD)
+            if is_clearly_slower(time, best.time) or lost > max(explored.left_seconds(self._steps), 0.0):
+                outcome = "abandoned"
+        is_known = time.steps >= least and time.error <= precision * time.seconds
+        if outcome == "measured" and not is_known and time.steps < self._options.steps_per_trial:
+            return
         self._close_turn()
         entry = self._enter(self._kind, self._current, time, outcome)
-        self._exploration.trials.append(entry)
-        first, *others = self._exploration.trials
+        explored.trials.append(entry)
+        first, *others = explored.trials
         if first.point.is_plain_ddp and len(others) == 1:
-            if entry.step_seconds >= _LEAVES_DDP * first.step_seconds:
+            if entry.time.seconds >= _LEAVES_DDP * first.time.seconds:
                 self._stay_as_ddp(first)
                 return
             self.verdict = False, True
@@ -605,28 +508,31 @@ class CreditTuning:
     # Confirmation.
 
     def _end_turn(self) -> None:
-        self._confirmation.take(self._turn.samples)
+        self._again[self._current] += self._turn.samples
         self._close_turn()
         self._choose_or_go_on()
 
     def _choose_or_go_on(self) -> None:
-        if not self._confirmation.is_done:
-            self._go_to(self._confirmation.point)
+        points, taken = list(self._again), sum(map(len, self._again.values())) // _TURN_STEPS
+        if len(points) > 1 and taken < _TURNS:
+            self._go_to(points[(taken + 1) // 2 % 2])  # back and forth: a, b, b, a, ...
             return
-        again = self._confirmation.times()
-        for point, time in again.items():
+        times = {point: StepTimeEstimate.of(samples) for point, samples in self._again.items() if samples}
+        for point, time in times.items():
             self._enter("confirm", point, time)
-        chosen = self._confirmation.winner()
+        chosen = points[0]
+        if len(points) > 1 and not is_worth_it(times[chosen], times[PLAIN_DDP]):
+            chosen = PLAIN_DDP
         explored = self._settle(chosen)
         self.verdict = chosen.is_plain_ddp, True
-        self._enter("chosen", chosen, again.get(chosen, explored))
+        self._enter("chosen", chosen, times.get(chosen, explored))
         self._go_to(chosen)
 
     def _settle(self, chosen: TuningPoint) -> StepTimeEstimate:
         # The reference is the trial's step time, not the confirmation's: if the machine has changed since the trials,
         # these are of no use, and the difference reveals that.
         trials = (entry for entry in self._exploration.trials if entry.point == chosen)
-        explored = min(trials, key=lambda entry: entry.step_seconds).step_time
+        explored = min(trials, key=lambda entry: entry.time.seconds).time
         self._phase = "settled"
         self._drift = DriftDetector(explored)
         return explored
@@ -654,30 +560,21 @@ class CreditTuning:
         self._close_turn()
         if point != self._current:
             self._current = point
-            self.in_force_from = self._last_step + self._options.lead
+            self.in_force_from = self._last_step + _LEAD
             self._turn = Turn(settle=_SETTLE)
 
     def _close_turn(self) -> None:
         """Count what the steps at this point lose, once, with those until the next point is in force."""
         best = self._exploration.best
         if best is not None and self._phase != "settled":
-            self._exploration.lost += self._turn.lost(best.step_seconds, ahead=self._options.lead - 1)
+            self._exploration.lost += self._turn.lost(best.time.seconds, ahead=_LEAD - 1)
         self._turn = Turn(settle=0)
 
     def _enter(
         self, kind: Kind, point: TuningPoint, time: StepTimeEstimate, outcome: Outcome = "measured"
     ) -> TrialEntry:
         entry = TrialEntry(
-            search=self._search,
-            kind=kind,
-            step=self._last_step,
-            credit=point.credit,
-            partition_size=point.partition_size,
-            step_seconds=time.seconds,
-            error_seconds=time.error,
-            noise=time.noise,
-            steps=time.steps,
-            outcome=outcome,
+            search=self._search, kind=kind, step=self._last_step, point=point, time=time, outcome=outcome
         )
         self._entries.append(entry)
         return entry
@@ -724,19 +621,18 @@ class CreditTuning:
             raise OptionError("state", state, f"made by state_dict() ({error})") from error
         if not kept.identity.matches(self._identity) or kept.plain_ddp != self._options.plain_ddp:
             return False
-        self._space, self._search = kept.space, kept.search
+        self._space, self._search, self._last_step = kept.space, kept.search, -1
         self._begin_search(kept.current, kept.trials)
-        self._steps, self._exploration.lost, self._last_step = kept.steps, kept.lost_seconds, -1
+        self._steps, self._exploration.lost = kept.steps, kept.lost_seconds
         if kept.settled:
             self._settle(kept.current)
-        self._warm_up_left = self._warm_up
         return True
 
 
 class _State(msgspec.Struct, kw_only=True):
     """A search's state in a checkpoint."""
 
-    version: Literal[3] = 3
+    version: Literal[4] = 4
     identity: TuningIdentity
     space: SearchSpace
     plain_ddp: bool
@@ -750,15 +646,9 @@ class _State(msgspec.Struct, kw_only=True):
 
 def prepare() -> None:
     """Import the search's libraries, so that no step has to wait for them."""
-    with _without_warnings():  # old versions of SciPy and scikit-learn warn of each other
-        import bayes_opt  # noqa: F401
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+        warnings.simplefilter("ignore")  # old versions of SciPy and scikit-learn warn of each other
+        import bayes_opt  # noqa: F401
 
 
 def propose(space: SearchSpace, trials: Sequence[TrialEntry]) -> tuple[TuningPoint | None, float]:
@@ -771,35 +661,14 @@ def propose(space: SearchSpace, trials: Sequence[TrialEntry]) -> tuple[TuningPoi
     Returns:
         The most promising point, or ``None`` if there is no other; its expected improvement, as a share of the best
             step time.
-
-    Raises:
-        OptionError: If no trial is at a point with sizes.
     """
-    tried = {trial.point: trial.step_time for trial in trials if not trial.point.is_plain_ddp}
-    if not tried:
-        raise OptionError("trials", trials, "at least one of a point with sizes")
-    ddp = min((trial.step_seconds for trial in trials if trial.point.is_plain_ddp), default=math.inf)
+    tried = {trial.point: trial.time for trial in trials if not trial.point.is_plain_ddp}
+    ddp = min((trial.time.seconds for trial in trials if trial.point.is_plain_ddp), default=math.inf)
     fastest = min(tried, key=lambda point: tried[point].seconds)
     best = min(ddp, tried[fastest].seconds)
     candidates = [p for p in space.points(octaves=_OCTAVES) if p not in tried and distance(p, fastest) <= _REACH]
     if not candidates:
         return None, 0.0
-    targets = {point: -min(math.log(time.seconds / best), _WORST) for point, time in tried.items()}
-    gains = _improvements(
-        space, targets, [time.error / time.seconds for time in tried.values()], candidates, -math.log(ddp / best)
-    )
-    chosen = max(range(len(candidates)), key=gains.__getitem__)
-    return candidates[chosen], gains[chosen]
-
-
-def _improvements(
-    space: SearchSpace,
-    targets: Mapping[TuningPoint, float],
-    errors: Sequence[float],
-    candidates: Sequence[TuningPoint],
-    ceiling: float,
-) -> list[float]:
-    """Expected improvement of each candidate, in logarithms of the step time."""
     import numpy as np
     from bayes_opt.acquisition import ExpectedImprovement
     from sklearn.gaussian_process import GaussianProcessRegressor
@@ -808,9 +677,11 @@ def _improvements(
     tuned = 2 if space.tunes_partitions else 1
 
     def octaves(points: Iterable[TuningPoint]) -> Vector:
-        return np.log2(np.array([point.sizes[:tuned] for point in points], dtype=np.float64))
+        return np.log2(np.array([point[:tuned] for point in points], dtype=np.float64))
 
-    seen, known = np.array(list(targets.values())), octaves(targets)
+    seen = np.array([-min(math.log(time.seconds / best), _WORST) for time in tried.values()])
+    errors = np.array([time.error / time.seconds for time in tried.values()])
+    known = octaves(tried)
     least_spread = _FIRST_SPREAD if len(seen) <= _FEW else _LEAST_SPREAD
     middle, spread = float(np.mean(seen)), max(float(np.std(seen)), least_spread)
     process = GaussianProcessRegressor(
@@ -818,11 +689,14 @@ def _improvements(
         alpha=np.square(np.maximum(errors, 1e-3) / spread),
         random_state=0,  # nothing is drawn
     )
-    with _without_warnings():  # about a length scale at its bound
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about a length scale at its bound
         process.fit(known, (seen - middle) / spread)
     improvement = ExpectedImprovement(xi=0.0)
     # Relative to the best expected value of the tried points, or to plain DDP's time if that is better.
-    improvement.y_max = max(float(process.predict(known).max()), (ceiling - middle) / spread)  # type: ignore[assignment]
+    ceiling = (-math.log(ddp / best) - middle) / spread
+    improvement.y_max = max(float(process.predict(known).max()), ceiling)  # type: ignore[assignment]
     mean, deviation = process.predict(octaves(candidates), return_std=True)
     gains: list[float] = (spread * improvement.base_acq(mean, deviation)).tolist()
-    return gains
+    chosen = max(range(len(candidates)), key=gains.__getitem__)
+    return candidates[chosen], gains[chosen]

@@ -17,19 +17,9 @@ The time of an all-reduce of ``s`` bytes is modelled as ``alpha + beta * s`` sec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-
-from lightning_bytescheduler.checks import (
-    ARCHITECTURES,
-    is_finite,
-    is_whole,
-    require_one_of,
-    require_positive,
-    require_seconds,
-    require_whole,
-)
-from lightning_bytescheduler.exceptions import OptionError
+from typing import NamedTuple
 
 ALIGNMENT = 1024
 """Sizes are multiples of this many parameters. Slices of a buffer then begin at boundaries that suit vector
@@ -44,60 +34,21 @@ _PARTITIONS = {"allreduce": (2 * _MILLION, 32 * _MILLION), "ps": (_MILLION // 2,
 _LEAST_PARTITION = 32 * ALIGNMENT  # 128 KiB of fp32; below, starting a message costs more than its bytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TuningPoint:
+class TuningPoint(NamedTuple):
     """Sizes of the scheduler, or none: ``PLAIN_DDP``.
 
     Attributes:
-        credit: Most parameters in flight.
-        partition_size: Largest partition, in parameters; never more than the credit.
-
-    Raises:
-        OptionError: If one is given without the other, is not a positive whole number, or the partition is larger
-            than the credit.
+        credit: Most parameters in flight; 0 for plain DDP.
+        partition_size: Largest partition, in parameters, and never more than the credit; 0 for plain DDP.
     """
 
-    credit: int | None
-    partition_size: int | None
-
-    def __post_init__(self) -> None:
-        if self.credit is None and self.partition_size is None:
-            return
-        for option in ("credit", "partition_size"):
-            value = getattr(self, option)
-            if not is_whole(value, 1):
-                raise OptionError(
-                    option, value, "a positive whole number of parameters, or None together with the other"
-                )
-        if (self.partition_size or 0) > (self.credit or 0):
-            raise OptionError("partition_size", self.partition_size, f"no more than the credit, {self.credit}")
+    credit: int
+    partition_size: int
 
     @property
     def is_plain_ddp(self) -> bool:
         """Whether steps are plain DDP's."""
-        return self.credit is None
-
-    @classmethod
-    def of(cls, numbers: Sequence[int]) -> TuningPoint:
-        """The point from ``numbers``."""
-        credit, partition_size = numbers
-        return cls(credit=credit or None, partition_size=partition_size or None)
-
-    @property
-    def numbers(self) -> tuple[int, int]:
-        """The point for a message: credit and partition size, or zeros for plain DDP."""
-        return self.credit or 0, self.partition_size or 0
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Credit and partition size.
-
-        Raises:
-            OptionError: If this is plain DDP, which has none.
-        """
-        if self.credit is None or self.partition_size is None:
-            raise OptionError("point", self, "one with sizes; plain DDP has none")
-        return self.credit, self.partition_size
+        return not self.credit
 
     def __str__(self) -> str:
         if self.is_plain_ddp:
@@ -105,7 +56,7 @@ class TuningPoint:
         return f"credit {self.credit:,}, partition {self.partition_size:,}"
 
 
-PLAIN_DDP = TuningPoint(credit=None, partition_size=None)
+PLAIN_DDP = TuningPoint(credit=0, partition_size=0)
 """Behave as DDP does: messages of its size, no partitions, a barrier at the end of the step."""
 
 
@@ -114,76 +65,51 @@ class SearchSpace:
     """Bounds of credit and partition size, both inclusive, in parameters.
 
     Attributes:
-        credits: Least and largest credit.
+        credits: Least and largest credit; equal if it is not tuned.
         partitions: Least and largest partition size; equal if it is not tuned.
-
-    Raises:
-        OptionError: If bounds are not positive whole numbers in order, or no partition fits the largest credit.
     """
 
     credits: tuple[int, int]
     partitions: tuple[int, int]
 
-    def __post_init__(self) -> None:
-        for option in ("credits", "partitions"):
-            low, high = getattr(self, option)
-            require_whole(option, low, 1)
-            require_whole(option, high, low)
-        if self.partitions[0] > self.credits[1]:
-            raise OptionError("partitions", self.partitions, f"some within the largest credit, {self.credits[1]}")
-
     @classmethod
     def for_model(
         cls,
         parameters: int,
+        start: TuningPoint,
         *,
-        architecture: str = "allreduce",
-        partition_size: int | None = None,
         largest_bucket: int | None = None,
+        architecture: str = "allreduce",
+        tunes_credit: bool = True,
+        tunes_partitions: bool = True,
     ) -> SearchSpace:
-        """The space for a model.
-
-        Args:
-            parameters: Number of trained parameters.
-            architecture: ``"allreduce"``, or ``"ps"`` for parameter servers.
-            partition_size: The partition size to keep if only the credit is tuned, in parameters.
-            largest_bucket: Largest unit that is partitioned, in parameters; larger partitions change nothing.
-
-        Raises:
-            OptionError: Names the argument that is not allowed.
-        """
-        require_whole("parameters", parameters, 1)
-        require_one_of("architecture", architecture, ARCHITECTURES)
-        scale = min(parameters / _LARGE_MODEL, 1.0)
-        whole = _aligned(parameters, up=True)
-
-        low, high = _PARTITIONS[architecture]
-        high = min(_aligned(high), whole)
-        if largest_bucket is not None:
-            high = min(high, _aligned(require_whole("largest_bucket", largest_bucket, 1), up=True))
-        low = min(max(_aligned(low * scale), _LEAST_PARTITION), high)
-        if partition_size is not None:
-            low = high = require_whole("partition_size", partition_size, 1)
-
-        least, most = _CREDITS[architecture]
-        least = max(_aligned(least * scale), low)
-        most = max(min(_aligned(most), whole), least)
-        return cls(credits=(least, most), partitions=(low, high))
-
-    def including(self, point: TuningPoint) -> SearchSpace:
-        """This space, extended to contain a point that measurements of the link suggest.
+        """The space for a model. It contains the sizes that the link suggests.
 
         The published ranges are from fast networks. On a slow link, starting a message costs little compared with its
         bytes, so smaller partitions are better.
 
-        Raises:
-            OptionError: If the point is plain DDP.
+        Args:
+            parameters: Number of trained parameters.
+            start: Sizes that the link suggests. A size that is not tuned keeps this value.
+            largest_bucket: Largest unit that is partitioned, in parameters; larger partitions change nothing.
+            architecture: ``"allreduce"``, or ``"ps"`` for parameter servers.
+            tunes_credit: Whether the credit is tuned.
+            tunes_partitions: Whether the partition size is tuned. A small model has only one.
         """
-        credit, partition = point.sizes
-        partitions = self.partitions
-        if self.tunes_partitions:
-            partitions = (min(partitions[0], partition), max(partitions[1], partition))
-        return SearchSpace(credits=(min(self.credits[0], credit), max(self.credits[1], credit)), partitions=partitions)
+        credit, partition = start
+        (least, most), (low, high) = _CREDITS[architecture], _PARTITIONS[architecture]
+        scale = min(parameters / _LARGE_MODEL, 1.0)
+        whole = _aligned(parameters, up=True)
+        high = min(_aligned(high), whole, _aligned(largest_bucket or parameters, up=True))
+        low = min(max(_aligned(low * scale), _LEAST_PARTITION), high)
+        if not tunes_partitions or low == high:
+            low = high = partition
+        least = max(_aligned(least * scale), low)
+        most = max(min(_aligned(most), whole), least)
+        low, high = min(low, partition), max(high, partition)
+        if not tunes_credit:
+            return cls(credits=(credit, credit), partitions=(low, min(high, credit)))
+        return cls(credits=(min(least, credit), max(most, credit)), partitions=(low, high))
 
     @property
     def tunes_credit(self) -> bool:
@@ -195,26 +121,15 @@ class SearchSpace:
         """Whether there is more than one partition size."""
         return self.partitions[0] < self.partitions[1]
 
-    def __contains__(self, point: object) -> bool:
-        if not isinstance(point, TuningPoint) or point.is_plain_ddp:
-            return False
-        credit, partition = point.sizes
-        (least, most), (low, high) = self.credits, self.partitions
-        return least <= credit <= most and low <= partition <= high
-
     def points(self, *, octaves: float = 0.25) -> tuple[TuningPoint, ...]:
         """All points of a grid, including both ends of each range.
 
         Args:
             octaves: Distance of neighbours, in doublings.
-
-        Raises:
-            OptionError: If ``octaves`` is not a finite number above 0.
         """
-        require_positive("octaves", octaves)
         credits = list(_steps(*self.credits, octaves))
         return tuple(
-            TuningPoint(credit=credit, partition_size=partition)
+            TuningPoint(credit, partition)
             for partition in _steps(*self.partitions, octaves)
             for credit in credits
             if partition <= credit
@@ -222,12 +137,8 @@ class SearchSpace:
 
 
 def distance(one: TuningPoint, other: TuningPoint) -> float:
-    """Distance of two points: the doublings of the size that differs more.
-
-    Raises:
-        OptionError: If one of them is plain DDP.
-    """
-    return max(abs(math.log2(a / b)) for a, b in zip(one.sizes, other.sizes, strict=True))
+    """Distance of two points with sizes: the doublings of the size that differs more."""
+    return max(abs(math.log2(a / b)) for a, b in zip(one, other, strict=True))
 
 
 def _steps(low: int, high: int, octaves: float) -> Iterator[int]:
@@ -283,36 +194,14 @@ class LinkEstimate:
     Attributes:
         alpha: Start-up time in seconds.
         beta: Seconds per byte of the reduced tensor.
-
-    Raises:
-        OptionError: If ``alpha`` is not a finite number from 0 on, or ``beta`` not a finite number above 0.
     """
 
     alpha: float
     beta: float
 
-    def __post_init__(self) -> None:
-        require_seconds("alpha", self.alpha)
-        require_positive("beta", self.beta, of="seconds per byte")
-
     @classmethod
-    def fit(cls, samples: Sequence[tuple[int, float]]) -> LinkEstimate:
-        """Fit the line through the smallest and the largest measured sizes.
-
-        If one of them was measured several times, its least time counts, because noise only adds time.
-
-        Args:
-            samples: Pairs of bytes and seconds, at least two different sizes.
-
-        Raises:
-            OptionError: If there are fewer than two different sizes, or a pair is negative or not finite.
-        """
-        if not all(is_finite(value) and value >= 0 for sample in samples for value in sample):
-            raise OptionError("samples", list(samples), "pairs of bytes and seconds, finite and not negative")
-        small = min(samples, default=(0, 0.0))
-        large = min(samples, key=lambda sample: (-sample[0], sample[1]), default=(0, 0.0))
-        if small[0] == large[0]:
-            raise OptionError("samples", list(samples), "measured at two different sizes at least")
+    def fit(cls, small: tuple[int, float], large: tuple[int, float]) -> LinkEstimate:
+        """The line through two measured all-reduces, each as its bytes and seconds."""
         beta = max((large[1] - small[1]) / (large[0] - small[0]), _LEAST_BETA)
         return cls(alpha=max(small[1] - beta * small[0], 1e-6), beta=beta)
 
@@ -385,14 +274,8 @@ def default_sizes(
             at least 16 partitions and at most 24.
         far: Whether messages are in flight so long that several partitions hide each other's start-up. A partition is
             then an eighth of what has to be in flight to hide its start-up, and the credit is about all of that.
-
-    Raises:
-        OptionError: If ``parameters`` is negative, ``bytes_per_parameter`` less than 1, either not whole, or
-            ``architecture`` not known.
     """
-    require_whole("parameters", parameters, 0)
-    require_whole("bytes_per_parameter", bytes_per_parameter, 1)
-    if require_one_of("architecture", architecture, ARCHITECTURES) == "ps":
+    if architecture == "ps":
         return _sizes_for_servers(parameters, bytes_per_parameter, link)
     model_bytes = max(parameters * bytes_per_parameter, 1)
     starting = (2 if in_shards else 1) * link.alpha
@@ -401,7 +284,7 @@ def default_sizes(
     if not far:
         hiding, most_in_credit = _ALPHAS_PER_PARTITION * starting / link.beta, _MOST_PARTITIONS_IN_CREDIT
     waking = _LEAST_PARTITION_SECONDS_WHEN_BUSY / link.beta if busy_processor else 0.0
-    meanwhile = _LEAST_CREDIT_SECONDS_WHEN_BUSY / link.beta if busy_processor else 0.0
+    awake = _LEAST_CREDIT_SECONDS_WHEN_BUSY / link.beta if busy_processor else 0.0
     partition = max(
         min(hiding, model_bytes / _PARTITIONS_PER_MODEL), _MIN_PARTITION_BYTES, min(waking, float(model_bytes))
     )
@@ -411,7 +294,7 @@ def default_sizes(
     partition_size = max(int(partition) // bytes_per_parameter, 1)
     # Partitions that are in flight while the next is chosen and starts up, or while threads wait for the processor.
     others = under_way - partition if far else hiding
-    behind = max(math.ceil(others / partition), math.ceil(meanwhile / partition) - 1)
+    behind = max(math.ceil(others / partition), math.ceil(awake / partition) - 1)
     return SchedulerSizes(
         partition_size=partition_size,
         credit=min(1 + max(behind, 1), most_in_credit) * partition_size,
