@@ -138,23 +138,23 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	@touch $@
 
 # The version is part of the installed metadata, so a new one is a reason to install again.
-$(VENV)/.demo: $(VENV)/.base src/lightning_bytescheduler/__about__.py
+$(VENV)/.demo: $(VENV)/.base src/lightning_bytescheduler/registration.py
 	@echo "Installing the project and what the demo needs (minutes on a slow connection)"
 	@$(INSTALL) --no-build-isolation -e ".[demo]"
 	@touch $@
 
 # All that the demo needs is in here too.
-$(VENV)/.dev: $(VENV)/.base src/lightning_bytescheduler/__about__.py
+$(VENV)/.dev: $(VENV)/.base src/lightning_bytescheduler/registration.py
 	@echo "Installing the project and what its tests need (minutes on a slow connection)"
 	@$(INSTALL) --no-build-isolation -e ".[dev]"
 	@touch $(VENV)/.demo $@
 
-$(VENV)/.docs: $(VENV)/.base src/lightning_bytescheduler/__about__.py
+$(VENV)/.docs: $(VENV)/.base src/lightning_bytescheduler/registration.py
 	@echo "Installing the project and what its documentation needs (a minute on a slow connection)"
 	@$(INSTALL) --no-build-isolation -e ".[docs]"
 	@touch $@
 
-$(SUITE)/.ready: $(VENV)/.base tests/lightning_suite/requirements.txt src/lightning_bytescheduler/__about__.py
+$(SUITE)/.ready: $(VENV)/.base tests/lightning_suite/requirements.txt src/lightning_bytescheduler/registration.py
 	@echo "Installing the project and what Lightning's tests need (minutes on a slow connection)"
 	@rm -rf $(SUITE)
 	@$(RUN) -m venv $(SUITE)

@@ -17,7 +17,7 @@ import time
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from lightning_bytescheduler.__about__ import __version__
+from lightning_bytescheduler import __version__
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
 

@@ -157,8 +157,8 @@ def test_files_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("new/", "a file path, and that is a folder"),
         ("file/trace.json", "a file in a folder, and '.*file' is none"),
         ("file/below/trace.json", "a file in a folder, and '.*file' is none"),
-        ("locked/trace.json", "a file in a folder that may be written, and '.*locked' may not"),
-        ("read_only", "a file that may be written, and that may not"),
+        ("locked/trace.json", "a file that may be written, and '.*locked' may not be written to"),
+        ("read_only", "a file that may be written, and '.*read_only' may not be written to"),
     ],
 )
 def test_files_that_cannot_be_written(path: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

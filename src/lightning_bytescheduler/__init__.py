@@ -8,8 +8,8 @@ starts without these, and at the first use it is known which Lightning a project
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_bytescheduler.__about__ import __version__ as __version__
 from lightning_bytescheduler.exceptions import *  # noqa: F403  # all of them
+from lightning_bytescheduler.registration import __version__ as __version__
 from lightning_bytescheduler.registration import register_strategies
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.simulation.prediction import Prediction as Prediction
     from lightning_bytescheduler.slices.data_module import SliceDataModule as SliceDataModule
     from lightning_bytescheduler.tuning.credit_tuner import CreditTuner as CreditTuner
-else:
-    from lightning_bytescheduler.exceptions import __all__ as _exceptions
 
 _IMPORTED_AT_FIRST_USE = {
     "ByteSchedulerFabricStrategy": "ddp.fabric_strategy",
@@ -47,8 +45,9 @@ _IMPORTED_AT_FIRST_USE = {
     "predict": "predicting.predict",
 }
 
-
 if not TYPE_CHECKING:  # a type checker takes the names that are imported as themselves
+    from lightning_bytescheduler.exceptions import __all__ as _exceptions
+
     __all__ = ["__version__", *_exceptions, *_IMPORTED_AT_FIRST_USE]
 
 

@@ -93,8 +93,6 @@ def require_whole(option: str, value: object, least: int) -> int:
     Raises:
         OptionError: If it is not; names ``option``.
     """
-    if type(value) is int and value >= least:
-        return value
     if not is_whole(value, least):
         raise OptionError(option, value, f"a whole number, {least} or more")
     return value
@@ -183,10 +181,6 @@ def require_one_of(option: str, value: _T, allowed: Iterable[_T]) -> _T:
     return value
 
 
-ARCHITECTURES = ("allreduce", "ps")
-"""What reduces gradients: the workers among themselves, or parameter servers."""
-
-
 def require_text(option: str, value: object) -> str:
     """Return ``value`` if it is a text.
 
@@ -212,17 +206,13 @@ def require_new_file(option: str, value: object) -> str:
     path = os.path.expanduser(given)
     if os.path.isdir(path) or path.endswith(os.sep):
         raise OptionError(option, value, "a file path, and that is a folder")
-    if os.path.exists(path):
-        if not os.access(path, os.W_OK):
-            raise OptionError(option, value, "a file that may be written, and that may not")
-        return path
-    folder = Path(path).absolute().parent
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent  # the rest is made when it is needed
-    if not folder.is_dir():
-        raise OptionError(option, value, f"a file in a folder, and {os.fspath(folder)!r} is none")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise OptionError(option, value, f"a file in a folder that may be written, and {os.fspath(folder)!r} may not")
+    place = whole = Path(path).absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent  # the rest is made when it is needed
+    if place != whole and not place.is_dir():
+        raise OptionError(option, value, f"a file in a folder, and {os.fspath(place)!r} is none")
+    if not os.access(place, os.W_OK | (os.X_OK if place != whole else 0)):
+        raise OptionError(option, value, f"a file that may be written, and {os.fspath(place)!r} may not be written to")
     return path
 
 
@@ -321,15 +311,11 @@ def require_known(
     values = given if isinstance(given, Mapping) else {}
     for name in given:
         if name not in known:
-            listed = ", ".join(known)
             hint = (elsewhere or {}).get(name) or did_you_mean(name, known)
-            raise OptionError(
-                name,
-                values.get(name),
-                f"an option of {of}",
-                hint,
-                says=f"{of} has no option {name!r}. {hint}{' ' if hint else ''}Its options are {listed}.",
+            says = " ".join(
+                filter(None, [f"{of} has no option {name!r}.", hint, f"Its options are {', '.join(known)}."])
             )
+            raise OptionError(name, values.get(name), f"an option of {of}", hint, says=says)
 
 
 def options_by_name(cls: _Class) -> _Class:
@@ -344,13 +330,10 @@ def options_by_name(cls: _Class) -> _Class:
 
     @functools.wraps(construct)
     def checked(self: object, *values: object, **options: object) -> None:
-        if len(values) > places:
-            named = [name for name in known[places:] if name not in options]
-            extra = list(zip(named, values[places:], strict=False))
-            if extra:
-                example = ", ".join(f"{name}={value!r}" for name, value in extra)
-                says = f"{cls.__name__} takes its options by name, as in {cls.__name__}({example})."
-                raise OptionError(extra[0][0], extra[0][1], "given by name", says=says)
+        if places < min(len(values), len(known)):
+            example = ", ".join(map("{}={!r}".format, known[places:], values[places:]))
+            says = f"{cls.__name__} takes its options by name, as in {cls.__name__}({example})."
+            raise OptionError(known[places], values[places], "given by name", says=says)
         elsewhere: Mapping[str, str] = getattr(cls, "_options_elsewhere", {})
         require_known(options, known, of=cls.__name__, elsewhere=elsewhere)
         construct(self, *values, **options)
@@ -359,21 +342,20 @@ def options_by_name(cls: _Class) -> _Class:
     return cls
 
 
-_PREFIX = "BYTESCHEDULER_"
-_OWN = (
-    "BATCH_SIZE",
-    "COORDINATOR",
-    "COORDINATOR_TOKEN",
-    "CREDIT",
-    "CREDIT_TUNING",
-    "DEBUG",
-    "LIGHTNING",
-    "PARTITION",
-    "PARTITION_TUNING",
-    "ROOT_IP",
-    "ROOT_PORT",
-    "SLICES_TOKEN",
-    "TIMELINE",
+_VARIABLES = (
+    "BYTESCHEDULER_BATCH_SIZE",
+    "BYTESCHEDULER_COORDINATOR",
+    "BYTESCHEDULER_COORDINATOR_TOKEN",
+    "BYTESCHEDULER_CREDIT",
+    "BYTESCHEDULER_CREDIT_TUNING",
+    "BYTESCHEDULER_DEBUG",
+    "BYTESCHEDULER_LIGHTNING",
+    "BYTESCHEDULER_PARTITION",
+    "BYTESCHEDULER_PARTITION_TUNING",
+    "BYTESCHEDULER_ROOT_IP",
+    "BYTESCHEDULER_ROOT_PORT",
+    "BYTESCHEDULER_SLICES_TOKEN",
+    "BYTESCHEDULER_TIMELINE",
 )
 _LOOKS_LIKE_OURS = ("BYTESCHED", "BYTESHED")  # without underscores
 
@@ -384,12 +366,10 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     Args:
         environ: Where to look.
     """
-    known = [f"{_PREFIX}{name}" for name in _OWN]
     sentences = []
     for name in sorted(environ):
-        ours = name.startswith(_PREFIX) or name.upper().replace("_", "").startswith(_LOOKS_LIKE_OURS)
-        if ours and name not in known:
-            hint = did_you_mean(name, known)
+        if name not in _VARIABLES and name.upper().replace("_", "").startswith(_LOOKS_LIKE_OURS):
+            hint = did_you_mean(name, _VARIABLES)
             sentences.append(f"The environment variable {name} has no meaning here. {hint}".rstrip())
     return sentences
 

@@ -85,11 +85,12 @@ class RankFailedError(ByteSchedulerError, RuntimeError):
     Args:
         rank: The failing rank, or ``None`` when it could not be determined.
         cause: That rank's description of its failure.
+        says: The whole text instead, if no rank is to blame.
     """
 
-    def __init__(self, rank: int | None, cause: str) -> None:
+    def __init__(self, rank: int | None, cause: str, says: str = "") -> None:
         who = "Another rank" if rank is None else f"Rank {rank}"
-        super().__init__(f"{who} failed: {cause}")
+        super().__init__(says or f"{who} failed: {cause}")
         self.rank = rank
         self.cause = cause
 
@@ -102,8 +103,7 @@ class RanksDivergedError(RankFailedError):
     """
 
     def __init__(self, cause: str) -> None:
-        super().__init__(None, cause)
-        self.args = (cause,)
+        super().__init__(None, cause, says=cause)
 
 
 class ServerFailedError(RankFailedError):
@@ -114,11 +114,7 @@ class ServerFailedError(RankFailedError):
     """
 
     def __init__(self, cause: str) -> None:
-        super().__init__(None, cause)
-        self.args = (cause,)
-
-    def __str__(self) -> str:
-        return f"The {self.cause}"
+        super().__init__(None, cause, says=f"The {cause}")
 
 
 class RanksUnreachableError(ByteSchedulerError, ConnectionError):
@@ -175,9 +171,6 @@ class SourceUnavailableError(ByteSchedulerError, OSError):
             else f"{url} refuses to be read: {cause}. {way_out}"
         )
         self.url = url
-        self.seconds = seconds
-        self.cause = cause
-        self.way_out = way_out
 
 
 def _blank(kind: type[ByteSchedulerError]) -> ByteSchedulerError:

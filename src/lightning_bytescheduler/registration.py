@@ -14,7 +14,7 @@ That settles it for the process. The Trainer of the other package then gets an e
 Fabric has decided, processes that this one starts find the answer in the environment variable.
 
 This module imports neither Lightning nor torch. It registers the names in each of the two packages once that is
-imported.
+imported. It has the version of this package, too, which the build reads from here.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+
+__version__ = "0.1.0"
 
 LightningPackage = Literal["lightning", "pytorch_lightning"]
 
@@ -38,15 +40,13 @@ VARIABLE = "BYTESCHEDULER_LIGHTNING"
 CHECK_VARIABLE = "LIGHTNING_BYTESCHEDULER_CHECK"
 """Environment variable with the path of a run of ``check``, which replaces the Trainer's strategy."""
 
-_TRAINERS: dict[str, LightningPackage] = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}
-"""Modules that have a Trainer, and the package of each."""
-
-
-_FABRICS: dict[str, LightningPackage] = {"lightning_fabric": "pytorch_lightning", "lightning.fabric": "lightning"}
-"""Modules that have a Fabric, and the package of each."""
-
-_BY_NAME = {module.partition(".")[0]: package for module, package in (_TRAINERS | _FABRICS).items()}
-"""Modules that a file may import, and the package of each."""
+_PARTS: dict[str, tuple[LightningPackage, str, str]] = {
+    "pytorch_lightning": ("pytorch_lightning", "Trainer", "StrategyRegistry"),
+    "lightning.pytorch": ("lightning", "Trainer", "StrategyRegistry"),
+    "lightning_fabric": ("pytorch_lightning", "Fabric", "STRATEGY_REGISTRY"),
+    "lightning.fabric": ("lightning", "Fabric", "STRATEGY_REGISTRY"),
+}
+"""Modules that have a Trainer or a Fabric: the package, which of both, and the name of its registry of strategies."""
 
 
 class _Choice(NamedTuple):
@@ -99,7 +99,7 @@ def require_same_package(trainer: object, ours: str) -> None:
     """
     for base in type(trainer).__mro__:
         package = base.__module__.partition(".")[0]
-        if package in _TRAINERS.values():
+        if package in get_args(LightningPackage):
             use_package(cast(LightningPackage, package), f"{ours} was given a {base.__name__} of {package}")
             return
 
@@ -108,7 +108,7 @@ def _from_environment() -> _Choice | None:
     value = os.environ.get(VARIABLE, "")
     if not value:
         return None
-    if value not in _TRAINERS.values():
+    if value not in get_args(LightningPackage):
         raise OptionError(VARIABLE, value, "'lightning' or 'pytorch_lightning'")
     return _Choice(cast(LightningPackage, value), f"{VARIABLE} says")
 
@@ -118,7 +118,7 @@ def _from_importing_file() -> _Choice | None:
     for frame in _frames():
         # The names of a file's own code include its variables and the modules that it imports.
         named = {name.partition(".")[0] for name in frame.f_code.co_names}
-        packages = {package for name, package in _BY_NAME.items() if name in named}
+        packages = {package for module, (package, *_) in _PARTS.items() if module.partition(".")[0] in named}
         if frame.f_code.co_name == "<module>" and len(packages) == 1:
             return _Choice(packages.pop(), f"{os.path.basename(frame.f_code.co_filename)} imports that")
     return None
@@ -133,10 +133,10 @@ def _frames() -> Iterator[Any]:
 
 
 def _from_what_is_imported() -> _Choice:
-    imported = {package for module, package in _TRAINERS.items() if module in sys.modules}
-    imported = imported or {package for module, package in _FABRICS.items() if module in sys.modules}
-    if len(imported) == 1:
-        return _Choice(imported.pop(), f"only that had been imported when {__package__}'s names were")
+    for user in ("Trainer", "Fabric"):
+        imported = {package for module, (package, its, _) in _PARTS.items() if its == user and module in sys.modules}
+        if len(imported) == 1:
+            return _Choice(imported.pop(), f"only that had been imported when {__package__}'s names were")
     return _Choice("lightning", f"nothing else was known when {__package__}'s names were imported")
 
 
@@ -199,50 +199,40 @@ def registered_class(entry: Any) -> Any:
 
 def register_strategies() -> None:
     """Register all strategies with each of the two packages, at once or when it is imported."""
-    waiting: dict[str, Callable[[Any], None]] = {}
-    for modules, name, user in ((_TRAINERS, "StrategyRegistry", "Trainer"), (_FABRICS, "STRATEGY_REGISTRY", "Fabric")):
-        for module, package in modules.items():
-            registry = getattr(sys.modules.get(f"{module}.strategies"), name, None)
-            if registry is None:
-                waiting[module] = _then_register(name, package, user)
-            else:
-                _register(registry, package, user)
+    waiting = {module for module in _PARTS if not _register(module)}
     if waiting and not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport(waiting))
 
 
-def _then_register(name: str, package: LightningPackage, user: str) -> Callable[[Any], None]:
-    def then(module: ModuleType) -> None:
-        _register(getattr(module.strategies, name), package, user)
-        if user == "Trainer" and os.path.exists(os.environ.get(CHECK_VARIABLE, "")):
-            importlib.import_module(f"{__package__}.checking.injected").install(module)
-
-    return then
-
-
-def _register(registry: Any, package: LightningPackage, user: str) -> None:
-    for (whose, first), (module, of, description) in _CLASSES.items():
+def _register(module: str) -> bool:
+    """Register the strategies of one module, if it has been imported; return whether it has."""
+    package, user, its = _PARTS[module]
+    registry: Any = getattr(sys.modules.get(f"{module}.strategies"), its, None)
+    if registry is None:
+        return False
+    for (whose, first), (place, of, description) in _CLASSES.items():
         for name, options in _named(first) if whose == user else ():
             if name not in registry:  # importing twice, as after a reload, must not raise
                 described = ", ".join([description, *(f"{key}={value}" for key, value in options.items())])
-                strategy = _Registered(package, name, module, of, user)
+                strategy = _Registered(package, name, place, of, user)
                 registry.register(name, strategy, description=described, **options)
+    return True
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Registers the strategies with a package when its import has ended.
 
     Args:
-        waiting: The modules to wait for, each with a function to call with it.
+        waiting: The modules to wait for.
     """
 
-    def __init__(self, waiting: dict[str, Callable[[Any], None]]) -> None:
+    def __init__(self, waiting: set[str]) -> None:
         self._waiting = waiting
 
     def find_spec(self, fullname: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
-        register = self._waiting.pop(fullname, None)
-        if register is None:
+        if fullname not in self._waiting:
             return None
+        self._waiting.remove(fullname)
         spec = importlib.util.find_spec(fullname)  # found by the other finders, as this module is not in _waiting now
         if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
             return spec
@@ -254,10 +244,11 @@ class _AfterImport(importlib.abc.MetaPathFinder):
                 execute(module)
             except BaseException:
                 if this:
-                    self._waiting[fullname] = register  # the project may repair the failure, and import it again
+                    self._waiting.add(fullname)  # the project may repair the failure, and import it again
                 raise
-            if this:
-                register(module)
+            checks = _PARTS[fullname][1] == "Trainer" and os.path.exists(os.environ.get(CHECK_VARIABLE, ""))
+            if this and _register(fullname) and checks:
+                importlib.import_module(f"{__package__}.checking.injected").install(module)
 
         spec.loader.exec_module = then  # type: ignore[method-assign]
         return spec

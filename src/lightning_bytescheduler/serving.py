@@ -89,8 +89,6 @@ class ServerAccess:
         token: The token that clients must send as ``Authorization: Bearer <token>``; ``None`` if they need none.
         certificate: File of the TLS certificate chain; ``None`` serves without TLS.
         key: File of its private key.
-        client_authority: File of the certificates that sign those of clients. A client without one is refused (mutual
-            TLS). ``None`` asks clients for no certificate.
 
     Raises:
         OptionError: If a file of TLS cannot be used, or the address is not of this machine alone and TLS or the token
@@ -101,22 +99,17 @@ class ServerAccess:
     token: str | None = field(default=None, repr=False)
     certificate: str | None = None
     key: str | None = None
-    client_authority: str | None = None
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
             missing = "key" if self.key is None else "certificate"
             raise OptionError(missing, None, "given: TLS needs a certificate and its key")
-        if self.client_authority is not None and self.certificate is None:
-            allowed = "given together with a certificate and its key: without TLS there are no certificates of clients"
-            raise OptionError("client_authority", self.client_authority, allowed)
         if self.token is not None:
             require_token("token", self.token)
         if not is_loopback(self.host) and (self.certificate is None or self.token is None):
             allowed = (
                 "an address of this machine alone, such as 127.0.0.1, unless a certificate, its key and a token are "
-                "given to the command as well: otherwise anyone could read the data, and "
-                "change it on its way"
+                "given to the command as well: otherwise anyone could read the data, and change it on its way"
             )
             raise OptionError("host", self.host, allowed)
         self.tls()  # a wrong file is an error here, not when the server starts
@@ -125,13 +118,6 @@ class ServerAccess:
         """The address for clients on this machine, with ``/`` at the end."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'http' if self.certificate is None else 'https'}://{host}:{port}/"
-
-    def permits(self, authorization: str | None) -> bool:
-        """Whether an ``Authorization`` header lets a client in. Its time reveals nothing of the token."""
-        if self.token is None:
-            return True
-        given = (authorization or "").encode("utf-8", "surrogateescape")
-        return hmac.compare_digest(given, f"Bearer {self.token}".encode())
 
     def tls(self) -> ssl.SSLContext | None:
         """The TLS context with the certificate; ``None`` without one. TLS 1.2 at least.
@@ -143,51 +129,35 @@ class ServerAccess:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        _load_chain(context, self.certificate, self.key or "")
-        if self.client_authority is not None:
-            _load_authority(context, "client_authority", self.client_authority)
-            context.verify_mode = ssl.CERT_REQUIRED
+
+        def refuse() -> str:  # else OpenSSL asks for a password at the terminal, and waits
+            raise OptionError("key", self.key, "without a password; openssl pkey -in KEY -out PLAIN takes it away")
+
+        key = self.key or ""
+        chain = f"a certificate chain in PEM format, whose private key is {key!r}"
+        with _reading("certificate", self.certificate, chain):
+            with _reading("key", key, "a private key in PEM format"):
+                warn_if_others_read(key, "private key")
+            context.load_cert_chain(self.certificate, key, password=refuse)
         return context
 
 
-def client_tls(
-    *, authority: str | None = None, certificate: str | None = None, key: str | None = None
-) -> ssl.SSLContext:
-    """A client's TLS context, which checks the server and its name, and identifies the client. At least TLS 1.2.
+def client_tls(authority: str | None = None) -> ssl.SSLContext:
+    """A client's TLS context, which checks the server and its name. At least TLS 1.2.
 
     Args:
         authority: File of the certificates that sign the server's; None takes those that the machine trusts, or the
             file that the environment variable ``SSL_CERT_FILE`` names.
-        certificate: File of the client's own certificate, for a server that asks for one (mutual TLS).
-        key: File of its private key; None where the certificate's file has it.
 
     Raises:
-        OptionError: If a file cannot be used; names the option.
+        OptionError: If the file cannot be used.
     """
     context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if authority is not None:
-        _load_authority(context, "authority", authority)
-    if certificate is not None:
-        _load_chain(context, certificate, key or certificate)
-    elif key is not None:
-        raise OptionError("certificate", None, "given together with key: a key alone identifies no client")
+        with _reading("authority", authority, "a file of certificates in PEM format"):
+            context.load_verify_locations(cafile=authority)
     return context
-
-
-def _load_chain(context: ssl.SSLContext, certificate: str, key: str) -> None:
-    def refuse() -> str:  # else OpenSSL asks for a password at the terminal, and waits
-        raise OptionError("key", key, "without a password; openssl pkey -in KEY -out PLAIN takes it away")
-
-    with _reading("certificate", certificate, f"a certificate chain in PEM format, whose private key is {key!r}"):
-        with _reading("key", key, "a private key in PEM format"):
-            warn_if_others_read(key, "private key")
-        context.load_cert_chain(certificate, key, password=refuse)
-
-
-def _load_authority(context: ssl.SSLContext, option: str, path: str) -> None:
-    with _reading(option, path, "a file of certificates in PEM format"):
-        context.load_verify_locations(cafile=path)
 
 
 @contextlib.contextmanager
@@ -299,7 +269,10 @@ def guard(access: ServerAccess, refusals: Refusals, *, public: Collection[str] =
 
     @web.middleware
     async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in public and not access.permits(request.headers.get("Authorization")):
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        # In a time that reveals nothing of the token.
+        permitted = access.token is None or hmac.compare_digest(given, f"Bearer {access.token}".encode())
+        if request.path not in public and not permitted:
             refusals.count("token", who=str(request.remote or ""))
             said = "A token is needed: send it as 'Authorization: Bearer TOKEN'.\n"
             raise web.HTTPUnauthorized(text=said, headers={"WWW-Authenticate": "Bearer"})

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_bytescheduler.__main__ import main
 from lightning_bytescheduler.checking import check as runs
 from lightning_bytescheduler.checking.check import end_processes, result_of
 from lightning_bytescheduler.checking.report import RankRecord, RunSpec, keep, kept, record_path
-from lightning_bytescheduler.cli import main
 
 ORPHANED = """
 import os, subprocess, sys

@@ -31,7 +31,7 @@ from typing import Any
 import aiohttp
 import torch
 
-from lightning_bytescheduler.__about__ import __version__
+from lightning_bytescheduler import __version__
 from lightning_bytescheduler.coordinator.run import CoordinatorOptions
 from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes

@@ -12,7 +12,7 @@ import xxhash
 from safetensors.torch import load, save
 from torch import Tensor
 
-from lightning_bytescheduler.__about__ import __version__
+from lightning_bytescheduler import __version__
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol
 from lightning_bytescheduler.diloco import messages
 from lightning_bytescheduler.diloco.fragments import split_fragments

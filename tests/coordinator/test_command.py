@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_bytescheduler.cli import main
+from lightning_bytescheduler.__main__ import main
 from lightning_bytescheduler.coordinator.command import _say_end
 from lightning_bytescheduler.diloco.messages import LeaveRounds
 from lightning_bytescheduler.slices.make import make_slices
@@ -46,7 +46,7 @@ from tests.coordinator.small_worker import SmallWorker
         (["--grace-s", "soon"], "'soon' is neither a number nor auto"),
         (["--lease-s", "0"], "--lease-s=0.0 is not allowed"),
         (["--shards", "2"], "there is no option --shards"),
-        (["--tls", "c.pem"], "--tls='c.pem' is not allowed: --tls must be CERT KEY, or CERT KEY CLIENT_CA"),
+        (["--tls", "c.pem"], "--tls='c.pem' is not allowed: --tls must be CERT KEY"),
         (["--tls", "missing.pem", "missing.key"], "--tls='missing.pem' is not allowed"),
     ],
 )

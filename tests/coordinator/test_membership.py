@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from lightning_bytescheduler.__about__ import __version__
+from lightning_bytescheduler import __version__
 from lightning_bytescheduler.coordinator.membership import Member, Membership, difference
 from lightning_bytescheduler.diloco.coordinator_protocol import PROTOCOL, Hello, ModelParameter, run_options
 from lightning_bytescheduler.exceptions import OptionError

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lightning_bytescheduler.__about__ import __version__
+from lightning_bytescheduler import __version__
 from lightning_bytescheduler.coordinator.membership import Member
 from lightning_bytescheduler.coordinator.run import Merge, Offer, Place, Run
 from lightning_bytescheduler.diloco import coordinator_protocol as protocol

@@ -219,6 +219,15 @@ def test_a_variable_that_nobody_reads_is_warned_of_once(monkeypatch: pytest.Monk
     DiLoCoStrategy()  # a second warning would be an error
 
 
+def test_a_coordinator_is_for_diloco(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("BYTESCHEDULER_COORDINATOR", "http://127.0.0.1:7077")
+    with caplog.at_level("INFO"):
+        ByteSchedulerStrategy()
+        assert caplog.text.count("BYTESCHEDULER_COORDINATOR is ignored: it is for strategy='diloco'") == 1
+        DiLoCoStrategy()
+    assert caplog.text.count("is ignored") == 1
+
+
 def test_a_size_that_may_have_been_meant_in_megabytes(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         ByteSchedulerStrategy(partition_size=25, credit=1024)

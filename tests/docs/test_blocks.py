@@ -30,7 +30,7 @@ from packaging.requirements import Requirement
 from torch.utils.data import DataLoader
 
 import lightning_bytescheduler
-from lightning_bytescheduler.cli import main
+from lightning_bytescheduler.__main__ import main
 from tests.docs.pages import DOCS, PAGES, REPOSITORY, Block, Page
 from tests.support.certificates import make_certificate
 

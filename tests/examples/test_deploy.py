@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_bytescheduler.cli import main
+from lightning_bytescheduler.__main__ import main
 
 yaml = pytest.importorskip("yaml")
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"

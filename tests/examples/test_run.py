@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 from examples import advised, parameter_servers, slices, tuning, unequal
-from lightning_bytescheduler.cli import main
+from lightning_bytescheduler.__main__ import main
 from tests.faults.ranks import Nursery
 
 REPOSITORY = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_bytescheduler.cli import main
+from lightning_bytescheduler.__main__ import main
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.predicting.command import call_target, load_target, profile_of
 

@@ -5,7 +5,7 @@ import gzip
 import numpy as np
 import pytest
 
-from lightning_bytescheduler.cli import main
+from lightning_bytescheduler.__main__ import main
 from lightning_bytescheduler.slices.source import open_source
 from tests.slices.faults import Store
 

@@ -25,7 +25,7 @@ from lightning_bytescheduler import (
     SourceUnavailableError,
     UnsupportedError,
 )
-from lightning_bytescheduler.cli import main
+from lightning_bytescheduler.__main__ import main
 from lightning_bytescheduler.serving import ServerAccess
 from lightning_bytescheduler.slices import slice as slice_module
 from lightning_bytescheduler.slices import urls

@@ -37,13 +37,11 @@ def check_installation() -> None:
     check(package.is_relative_to(Path(sys.prefix).resolve()), f"{package} is not in {sys.prefix}")
     check((package / "py.typed").is_file(), "py.typed is missing")
     version = metadata.version(DISTRIBUTION)
-    about = importlib.import_module("lightning_bytescheduler.__about__")
-    check(about.__version__ == version, f"__version__ is {about.__version__}, the metadata say {version}")
+    own = lightning_bytescheduler.__version__
+    check(own == version, f"__version__ is {own}, the metadata say {version}")
     missing = [name for name in lightning_bytescheduler.__all__ if not hasattr(lightning_bytescheduler, name)]
     check(not missing, f"__all__ promises {missing}, which the package does not have")
     for module in pkgutil.walk_packages(lightning_bytescheduler.__path__, "lightning_bytescheduler."):
-        if module.name.rsplit(".", 1)[-1] == "__main__":
-            continue
         try:
             importlib.import_module(module.name)
         except ImportError as error:

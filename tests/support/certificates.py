@@ -15,15 +15,15 @@ class Certificate(NamedTuple):
     key: str
 
 
-def make_certificate(folder: Path, name: str, *, is_old: bool = False) -> Certificate:
-    """Make one for ``localhost``, of a name; an old one is no longer valid."""
+def make_certificate(folder: Path, name: str) -> Certificate:
+    """Make one for ``localhost``, of a name."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import NameOID
 
     key, day = ec.generate_private_key(ec.SECP256R1()), datetime.timedelta(days=1)
-    begin = datetime.datetime.now(datetime.timezone.utc) - (30 if is_old else 1) * day
+    begin = datetime.datetime.now(datetime.timezone.utc) - day
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
     certificate = (

@@ -6,24 +6,18 @@ set -euo pipefail
 HOST=${1:?name under which both clusters reach this host, such as coordinator.example.org}
 
 umask 077
-sign() {
-  openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 365 -subj "/CN=$1" \
-    -addext "subjectAltName=DNS:$HOST" -keyout "$1.key" -out "$1.pem"
-}
-if [ ! -e clients.pem ]; then
-  sign server
-  sign cluster-a
-  sign cluster-b
-  cat cluster-a.pem cluster-b.pem > clients.pem
+if [ ! -e server.pem ]; then
+  openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 365 -subj /CN=coordinator \
+    -addext "subjectAltName=DNS:$HOST" -keyout server.key -out server.pem
 fi
 if [ ! -e token ]; then
   head -c 32 /dev/urandom | base64 > token
 fi
-echo "Copy server.pem, token, and cluster-a.* or cluster-b.* to each cluster, and no other file."
+echo "Copy server.pem and token to each cluster, and no other file."
 
 exec lightning-bytescheduler coordinator \
   --bind 0.0.0.0:7077 \
   --state state \
-  --tls server.pem server.key clients.pem --token-file token \
+  --tls server.pem server.key --token-file token \
   --samples-per-round 262144 --wire-dtype int8 \
   --quorum 0.5 --grace-s auto --lease-s 120

@@ -4,19 +4,19 @@
 set -euo pipefail
 
 export BYTESCHEDULER_COORDINATOR=${1:?address of the coordinator}
-CLUSTER=${2:?cluster-a or cluster-b, whose certificate is in this folder}
+CLUSTER=${2:?name of this cluster, such as cluster-a}
 
 BYTESCHEDULER_COORDINATOR_TOKEN=$(cat token)
 export BYTESCHEDULER_COORDINATOR_TOKEN
 
 # train.py makes its strategy as
-#   DiLoCoStrategy(coordinator={"authority": "server.pem", "certificate": ..., "key": ..., "name": ...})
+#   DiLoCoStrategy(coordinator={"authority": "server.pem", "name": ...})
 # of these arguments; the address and the token come from the environment.
 pids=()
 gpus=$(nvidia-smi --list-gpus | wc -l)
 for ((gpu = 0; gpu < gpus; gpu++)); do
   CUDA_VISIBLE_DEVICES=$gpu python train.py \
-    --ca server.pem --certificate "$CLUSTER.pem" --key "$CLUSTER.key" \
+    --ca server.pem \
     --worker-name "$CLUSTER/$(hostname)/$gpu" &
   pids+=($!)
 done

@@ -27,8 +27,8 @@ from typing import Literal, NoReturn, TypeVar
 
 import msgspec
 
-from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.checks import some_of
+from lightning_bytescheduler.registration import __version__
 
 _ROUNDING = 0.01
 """Relative difference of two losses. Rounding does not drive them so far apart within a few steps."""

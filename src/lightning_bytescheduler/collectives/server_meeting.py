@@ -33,7 +33,6 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.checks import require_seconds, require_whole
 from lightning_bytescheduler.collectives.groups import SchedulerGroups, abandon, choose_interface
 from lightning_bytescheduler.collectives.operations import PATIENCE
@@ -49,6 +48,7 @@ from lightning_bytescheduler.exceptions import (
 )
 from lightning_bytescheduler.failures.messages import StoreMessage, brief, is_communication_error, is_timeout
 from lightning_bytescheduler.failures.rendezvous import StorePresence, looks
+from lightning_bytescheduler.registration import __version__
 from lightning_bytescheduler.scheduler.threads import short_turns
 from lightning_bytescheduler.serving import end_others, parse_bind
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BIND = "127.0.0.1:7077"
-_NAMES = {"client_authority": "--tls", "certificate": "--tls", "key": "--tls", "host": "--bind", "grace": "--grace-s"}
+_NAMES = {"certificate": "--tls", "key": "--tls", "host": "--bind", "grace": "--grace-s"}
 _NAMES |= {"lease": "--lease-s", "token": "--token-file"}
 _LOOK_S = 0.5
 
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=(),
         metavar="FILE",
-        help="CERT KEY [CLIENT_CA]: certificate chain, its private key, and the authority of workers' certificates",
+        help="CERT KEY: the certificate chain, and its private key",
     )
     keeping = parser.add_argument_group("what is kept")
     keeping.add_argument(
@@ -90,9 +90,9 @@ def run(options: argparse.Namespace) -> int:
         run_and_rounds = _options(options)
         host, port = parse_bind("--bind", options.bind)
         token = read_token(options.token_file, variable=TOKEN_VARIABLE)
-        if len(options.tls) not in (0, 2, 3):
-            raise OptionError("tls", " ".join(options.tls), "CERT KEY, or CERT KEY CLIENT_CA")
-        files = dict(zip(("certificate", "key", "client_authority"), options.tls, strict=False))
+        if len(options.tls) not in (0, 2):
+            raise OptionError("tls", " ".join(options.tls), "CERT KEY")
+        files = dict(zip(("certificate", "key"), options.tls, strict=False))
         access = ServerAccess(host=host, token=token, **files)
     _log_to_stderr()
     with importing("coordinator", extra="coordinator"):

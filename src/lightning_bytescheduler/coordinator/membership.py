@@ -30,11 +30,11 @@ from typing import Annotated, Any, TypedDict
 
 import msgspec
 
-from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.diloco.coordinator_protocol import PROTOCOL, Hello, ModelParameter, RunOptions
 from lightning_bytescheduler.diloco.fragments import split_fragments
 from lightning_bytescheduler.diloco.messages import JoinRounds
 from lightning_bytescheduler.exceptions import OptionError
+from lightning_bytescheduler.registration import __version__
 
 log = logging.getLogger(__name__)
 

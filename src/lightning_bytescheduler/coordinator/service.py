@@ -25,7 +25,6 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from aiohttp.typedefs import Middleware
 from torch import Tensor
 
-from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.coordinator.connection import Connection, RateLimit, Stalls
 from lightning_bytescheduler.coordinator.global_weights import GlobalWeights
 from lightning_bytescheduler.coordinator.membership import Member
@@ -53,6 +52,7 @@ from lightning_bytescheduler.diloco.messages import ToWorker
 from lightning_bytescheduler.diloco.round_record import RoundFile, RoundRecord
 from lightning_bytescheduler.diloco.round_roster import WorkerProgress
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, SchedulerTimeoutError
+from lightning_bytescheduler.registration import __version__
 from lightning_bytescheduler.serving import BackgroundServer, Refusals, ServerAccess, guard
 from lightning_bytescheduler.slices.tracker import encode
 

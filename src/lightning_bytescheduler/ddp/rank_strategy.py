@@ -37,7 +37,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.checks import unknown_variables
 from lightning_bytescheduler.collectives.groups import VARIABLE, choose_interface
 from lightning_bytescheduler.ddp.ddp_arguments import check_launch_options
@@ -46,6 +45,7 @@ from lightning_bytescheduler.ddp.fit_report import OverlapPlan, SchedulerStatist
 from lightning_bytescheduler.ddp.sigterm import ends_by_sigterm, sigterm_ends_at_once
 from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.exceptions import (
+    OptionError,
     RankFailedError,
     RanksDivergedError,
     SchedulerClosedError,
@@ -67,6 +67,7 @@ from lightning_bytescheduler.lightning_api import (
     rank_zero_info,
     rank_zero_warn,
 )
+from lightning_bytescheduler.registration import __version__
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
 _T = TypeVar("_T")
@@ -705,8 +706,14 @@ class RankStrategy(JoinedRanks, DDPStrategy):
             self.fit.take_over(self.model)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See DDPStrategy."""
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        """See DDPStrategy. An error about a file that is cut off names it."""
+        try:
+            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        except Exception as error:
+            if not is_cut_off(checkpoint_path):
+                raise
+            cause = f"The file is cut off, or no checkpoint ({phrase(error)}). Take an earlier one."
+            raise OptionError("ckpt_path", os.fspath(checkpoint_path), "a whole checkpoint", cause) from error
         self._checkpoint = checkpoint_path, f" of epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
         return checkpoint
 
@@ -758,3 +765,12 @@ def digest_of(path: str | Path) -> str:
     except Exception:  # only the plugin that wrote it can read it
         return "unknown"
     return f"{zlib.crc32(repr(parts).encode()):08x}"
+
+
+def is_cut_off(path: str | Path) -> bool:
+    """Return whether a file lacks the end of the archive that torch writes; ``False`` if it cannot be read."""
+    try:
+        with fsspec.open(str(path), "rb") as file:
+            return not zipfile.is_zipfile(file)
+    except Exception:  # the error that reading it as a checkpoint gave says more
+        return False

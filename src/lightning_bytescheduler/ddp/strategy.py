@@ -168,6 +168,8 @@ class ByteSchedulerStrategy(RankStrategy):
         kwargs = check_options(ByteSchedulerStrategy, kwargs, ddp=ddp, launch={}, elsewhere=_ELSEWHERE)
         self._options = SchedulerOptions.resolve(**{name: arguments[name] for name in SCHEDULED}, tuning=tuning)
         _say_if_tiny(partition_size=self._options.partition_size, credit=self._options.credit)
+        if os.environ.get("BYTESCHEDULER_COORDINATOR"):
+            rank_zero_info("bytescheduler: BYTESCHEDULER_COORDINATOR is ignored: it is for strategy='diloco'.")
         self._rules = CompressionRules.resolve(compression, compression_min_size)
         self._weighting = Weighting(weighting, batch_size)
         if start_method in ("spawn", "forkserver") and "<" in getattr(weighting, "__qualname__", ""):

@@ -84,7 +84,7 @@ log = logging.getLogger(__name__)
 ADDRESS_VARIABLE = "BYTESCHEDULER_COORDINATOR"
 TOKEN_VARIABLE = "BYTESCHEDULER_COORDINATOR_TOKEN"
 _NAME = re.compile(r"[A-Za-z0-9._:@/-]{1,150}")
-_PARTS = ("url", "token_file", "authority", "certificate", "key", "name")
+_PARTS = ("url", "token_file", "authority", "name")
 _URL = "https://HOST:PORT, or http://HOST:PORT for a coordinator on this machine"
 
 
@@ -96,16 +96,12 @@ class CoordinatorAddress:
         url: The URL, without a slash at its end.
         worker: The name that this worker asks for.
         authority: File of the authorities that sign the coordinator's certificate; ``None`` for those of the machine.
-        certificate: File of this worker's own certificate, for mutual TLS.
-        key: File of its private key.
         token: The token that the coordinator requires.
     """
 
     url: str
     worker: str
     authority: str | None = None
-    certificate: str | None = None
-    key: str | None = None
     token: str | None = field(default=None, repr=False)
 
     def tls(self) -> ssl.SSLContext | None:
@@ -116,7 +112,7 @@ class CoordinatorAddress:
         """
         if not self.url.startswith("https:"):
             return None
-        return client_tls(authority=self.authority, certificate=self.certificate, key=self.key)
+        return client_tls(self.authority)
 
 
 def resolve_coordinator(
@@ -146,11 +142,9 @@ def resolve_coordinator(
     url = _require_url(option, require_text(option, url))
     for name, value in parts.items():
         require_text(f"coordinator.{name}", value)
-    if not url.startswith("https:"):
-        for name in ("authority", "certificate", "key"):
-            if name in parts:
-                allowed = f"left out where the coordinator is not https://..., but {url!r}"
-                raise OptionError(f"coordinator.{name}", parts[name], allowed)
+    if not url.startswith("https:") and "authority" in parts:
+        allowed = f"left out where the coordinator is not https://..., but {url!r}"
+        raise OptionError("coordinator.authority", parts["authority"], allowed)
     worker = parts.get("name", "")
     if worker and not _NAME.fullmatch(worker):
         raise OptionError("coordinator.name", worker, "up to 150 letters, digits and . _ : @ / -")
@@ -158,8 +152,6 @@ def resolve_coordinator(
         url=url,
         worker=worker or _own_name(),
         authority=parts.get("authority"),
-        certificate=parts.get("certificate"),
-        key=parts.get("key"),
         token=read_token(
             parts.get("token_file"), variable=TOKEN_VARIABLE, option="coordinator.token_file", environ=environ
         ),
@@ -417,9 +409,6 @@ class CoordinatorClient:
         began = time.monotonic()
         log.info("coordinator: connecting to %s as %s", self._address.url, self.worker)
         failed, last, lost = 0, "", float("-inf")
-        # In TLS 1.3, a server that asks for certificates ends connections without one, and gives no reason.
-        is_secure = self._address.url.startswith("https:")
-        hint = " It may ask for a certificate that it knows." if is_secure else ""
         while True:
             before = time.monotonic()
             try:
@@ -428,7 +417,7 @@ class CoordinatorClient:
                 self._require_hope(error)
                 last = f"{error}" or type(error).__name__
                 if not self._connected.is_set():
-                    self._warn_of_silence(time.monotonic() - max(began, lost), last, hint)
+                    self._warn_of_silence(time.monotonic() - max(began, lost), last)
                 log.log(logging.DEBUG if failed else logging.INFO, "coordinator: %s: %s", self._address.url, last)
             finally:
                 was_connected = self._connected.is_set()
@@ -441,14 +430,14 @@ class CoordinatorClient:
             if not self.first.done() and time.monotonic() - began >= self._timeout:
                 raise SchedulerTimeoutError(
                     f"No coordinator answered at {self._address.url} for {self._timeout:.0f} s ({last}). "
-                    f"Start it with 'lightning-bytescheduler coordinator', or raise the strategy's timeout.{hint}"
+                    f"Start it with 'lightning-bytescheduler coordinator', or raise the strategy's timeout."
                 )
             pause = _pause(failed - 1)
             if time.monotonic() - lost < _HURRY_S:  # a round waits for this worker, but not for long
                 pause = min(pause, _HURRIED_S)
             await asyncio.sleep(pause)
 
-    def _warn_of_silence(self, seconds: float, last: str, hint: str) -> None:
+    def _warn_of_silence(self, seconds: float, last: str) -> None:
         """Warn once that there is no coordinator, and say what follows from that."""
         if self._warned or seconds < (_QUIET_S if self.first.done() else _FIRST_QUIET_S):
             return
@@ -465,11 +454,10 @@ class CoordinatorClient:
             log.warning(
                 "No coordinator answers at %s so far (%s). This worker tries for %.0f s in all. Start one with "
                 "'lightning-bytescheduler coordinator', or check the address: it has a port and no path, "
-                "and with TLS it begins with https://.%s",
+                "and with TLS it begins with https://.",
                 self._address.url,
                 last,
                 self._timeout,
-                hint,
             )
 
     async def _connection(self) -> None:
@@ -523,8 +511,7 @@ class CoordinatorClient:
             if isinstance(cause, ssl.SSLError) and ("ALERT" in reason or not self.first.done()):
                 raise CoordinatorError(
                     f"There is no TLS connection to {self._address.url}: {reason or cause}. Check that the coordinator "
-                    "serves with TLS (else its address begins with http://), and that it accepts "
-                    "this worker's certificate, if it asks for one."
+                    "serves with TLS; else its address begins with http://."
                 ) from None
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from lightning_bytescheduler.__about__ import __version__
 from lightning_bytescheduler.diloco.coordinator_client import (
     CoordinatorAddress,
     CoordinatorClient,
@@ -42,6 +41,7 @@ from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import NATIVE_S, FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
+from lightning_bytescheduler.registration import __version__
 
 log = logging.getLogger(__name__)
 

@@ -221,9 +221,8 @@ class DiLoCoStrategy(RankStrategy):
             left out.
         coordinator: ``https://HOST:PORT``, or a dict with that as ``url``; with ``token_file``, the file with its
             token; ``authority``, the file of the certificates that sign the coordinator's, if the machine does not
-            trust them; ``certificate`` and ``key``, files of this worker's own, for mutual TLS; and ``name``, that of
-            this worker in the run, the same after a restart. ``BYTESCHEDULER_COORDINATOR`` and
-            ``BYTESCHEDULER_COORDINATOR_TOKEN`` if url and token are left out.
+            trust them; and ``name``, that of this worker in the run, the same after a restart.
+            ``BYTESCHEDULER_COORDINATOR`` and ``BYTESCHEDULER_COORDINATOR_TOKEN`` if url and token are left out.
         worker_states: Whether a checkpoint has the state of each worker's optimizer, so that a restart goes on exactly.
             Each worker keeps a copy of it in host memory then, and the file is the larger the more workers there are.
 
