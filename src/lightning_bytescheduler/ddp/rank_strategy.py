@@ -89,7 +89,7 @@ _OUTCOME = "lightning_bytescheduler"
 _GROUPS_COMPARED = 16
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object, which differs between processes
 # Set for one rank by design, compared under another name, or ignored.
-_LOCAL = tuple(f"BYTESCHEDULER_{name}" for name in ("BATCH_SIZE", "LIGHTNING", "ROOT_IP", "ROOT_PORT"))
+_LOCAL = tuple(f"BYTESCHEDULER_{name}" for name in ("LIGHTNING", "ROOT_IP", "ROOT_PORT"))
 
 
 def introduce(
