@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +16,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bytescheduler.ddp import sigterm
-from lightning_bytescheduler.ddp.sigterm import sigterm_ends_at_once
 from tests.support import fit
 from tests.support.fit import Outcome, Recipe, Run, train
 from tests.support.models import Tower
@@ -115,12 +113,3 @@ def test_a_sigterm_in_a_test_ends_all_before_the_same_batch(two_ranks: RankPool)
     (first, batches), (second, others) = two_ranks.run(evaluate)
     assert first == second == "SIGTERMException"
     assert 5 <= batches == others <= 9
-
-
-def test_a_handler_that_is_not_of_python_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python could not put it back."""
-    environment: Any = SimpleNamespace(creates_processes_externally=True)
-    monkeypatch.setattr(signal, "getsignal", lambda number: None)
-    monkeypatch.setattr(signal, "signal", lambda *_: pytest.fail("it was replaced"))
-    with sigterm_ends_at_once(environment):
-        pass

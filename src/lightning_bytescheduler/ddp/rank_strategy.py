@@ -42,7 +42,7 @@ from lightning_bytescheduler.collectives.groups import VARIABLE, choose_interfac
 from lightning_bytescheduler.ddp.ddp_arguments import check_launch_options
 from lightning_bytescheduler.ddp.decided_fit import DecidedFit, FitOptions, FitTuning
 from lightning_bytescheduler.ddp.fit_report import OverlapPlan, SchedulerStatistics
-from lightning_bytescheduler.ddp.sigterm import ends_by_sigterm, sigterm_ends_at_once
+from lightning_bytescheduler.ddp.sigterm import ends_by_sigterm
 from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.exceptions import (
     OptionError,
@@ -635,11 +635,6 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         """See DDPStrategy."""
         self._checkpoint = None  # a fit that failed may have loaded it
         super().setup_environment()
-
-    def setup(self, trainer: pl.Trainer) -> None:
-        """See DDPStrategy."""
-        with sigterm_ends_at_once(self.cluster_environment):
-            super().setup(trainer)
 
     # ------------------------------------------------------------------ the fit
 

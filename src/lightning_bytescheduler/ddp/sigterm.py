@@ -36,7 +36,7 @@ from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.operations import broadcast_from_first, ends_within, wait_unless
 from lightning_bytescheduler.failures.board import AgreedStop, FaultBoard
 from lightning_bytescheduler.failures.standstill import break_connections, waiting
-from lightning_bytescheduler.lightning_api import ClusterEnvironment, SIGTERMException, SLURMEnvironment, TrainerFn, pl
+from lightning_bytescheduler.lightning_api import SIGTERMException, SLURMEnvironment, TrainerFn, pl
 from lightning_bytescheduler.scheduler.threads import short_turns
 
 log = logging.getLogger(__name__)
@@ -158,28 +158,6 @@ def own_sigterm(
     finally:
         vars(connector).pop("_sigterm_notifier_fn", None)
         vars(loop).pop("_broadcast_sigterm_tensor", None)
-
-
-@contextmanager
-def sigterm_ends_at_once(environment: ClusterEnvironment | None) -> Iterator[None]:
-    """Let a SIGTERM end this process at once while ranks connect to each other.
-
-    Nothing can be lost yet. Python would not run a handler while the thread is in gloo's code and waits for a rank that
-    got the signal, too. Torchrun's agents end all ranks when a machine joins, and wait 30 s before they kill.
-
-    Args:
-        environment: The cluster environment; Lightning handles signals for processes that it has started.
-    """
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGTERM)  # None: not set from Python, and cannot be restored
-    if environment is None or not environment.creates_processes_externally or not main or before is None:
-        yield
-        return
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def ends_by_sigterm(exception: SIGTERMException, rank: int) -> None:
