@@ -90,7 +90,7 @@ FACTORS: Mapping[str, Mapping[str, str]] = {
     },
     "architecture": {
         "allreduce": "the ranks, by all-reduce",
-        "ps": "`servers=0` (synchronised with norm clipping and loss scaling)",
+        "ps": "`servers=0` (synchronised with norm clipping)",
     },
     "loop": {
         "straight": "plain `fit`",

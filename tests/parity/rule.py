@@ -46,6 +46,9 @@ EFFECTS: Mapping[tuple[str, str], Effect] = {
     ("optimizer", "LBFGS"): Effect(Mode.SYNCHRONISED, "LBFGS", _OPTIMIZER, "one of the above"),
     ("optimizer", "own-step"): Effect(Mode.SYNCHRONISED, "SignDescent", _OPTIMIZER, "one of the above"),
     ("optimizer", "own-part"): Effect(Mode.SYNCHRONISED, "SignedMomentum", _OPTIMIZER, "one of the above"),
+    ("precision", "fp16-scaler"): Effect(
+        Mode.SYNCHRONISED, "loss scaling", "the scaler looks at all gradients before a step", "`bf16-mixed`"
+    ),
     ("model", "traced"): Effect(
         Mode.PARTLY, "", "its parameters are read unseen, so they are stepped at the step", "`torch.compile`"
     ),
@@ -78,9 +81,7 @@ EFFECTS: Mapping[tuple[str, str], Effect] = {
     ("loop", "two-optimizers"): _MANUAL,
 }
 
-NEEDS_NORMS: frozenset[tuple[str, str]] = frozenset(
-    {("clipping", "norm"), ("clipping", "norm-unreached"), ("precision", "fp16-scaler")}
-)
+NEEDS_NORMS: frozenset[tuple[str, str]] = frozenset({("clipping", "norm"), ("clipping", "norm-unreached")})
 """Values with which no update may be taken before all gradients are known: parameter servers tell that at the end."""
 
 _NO_NORMS = "parameter servers tell no norms"

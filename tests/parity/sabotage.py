@@ -17,12 +17,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.ddp import decided_fit as decided_module
-from lightning_bytescheduler.ddp import deferred_optimizer as loss_scaler_module
 from lightning_bytescheduler.ddp import fit as fit_module
 from lightning_bytescheduler.ddp import steps as steps_module
 from lightning_bytescheduler.ddp import trainer_fit as trainer_module
 from lightning_bytescheduler.ddp.fit import Fit
-from lightning_bytescheduler.ddp.gradient_transforms import ClipNorm, ClipValue, Unscale
+from lightning_bytescheduler.ddp.gradient_transforms import ClipNorm, ClipValue
 from lightning_bytescheduler.ddp.reads import AliasDetector, Reads
 from lightning_bytescheduler.ddp.steps import BucketUpdate, OverlappedStep, UpdateState
 from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy
@@ -34,14 +33,12 @@ __all__ = [
     "blind_to_aliases",
     "blind_to_gradients",
     "blind_to_kept_state",
-    "blind_to_overflow",
     "blind_to_weights_and_state",
     "every_read_is_seen",
     "everything_is_deferred",
     "forgets_to_clip",
     "no_entry_points",
     "no_gate_on",
-    "no_gate_on_scaler",
     "no_gate_on_state",
     "nobody_sits_out",
     "nothing_lands_after_a_failure",
@@ -236,20 +233,6 @@ def forgets_to_clip(module: LightningModule) -> Iterator[None]:
         patch.object(ClipNorm, "apply", lambda *_: None),
         patch.object(ClipValue, "apply", lambda *_: None),
     ):
-        yield
-
-
-@contextmanager
-def blind_to_overflow(module: LightningModule) -> Iterator[None]:
-    """Take every step, and let the loss scale grow, whatever the gradients are."""
-    with patch.object(Unscale, "found_inf", lambda _: False):
-        yield
-
-
-@contextmanager
-def no_gate_on_scaler(module: LightningModule) -> Iterator[None]:
-    """Let the loss scale be read while its update is due."""
-    with patch.object(loss_scaler_module, "close_state", lambda *_: None):
         yield
 
 

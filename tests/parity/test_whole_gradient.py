@@ -1,7 +1,7 @@
-"""Norm clipping and fp16 loss scaling: every update needs to know something about all gradients, and overlaps still.
+"""Norm clipping: every update needs to know something about all gradients, and overlaps still.
 
-The norm is formed from shards, so a clipped step has other bits than DDP's. The first step of a fit is synchronised, so
-a fit of two steps is one step from an identical state.
+With fp16 loss scaling steps are synchronised. The norm is formed from shards, so a clipped step has other bits than
+DDP's. The first step of a fit is synchronised, so a fit of two steps is one step from an identical state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from tests.parity.checks import DDP, assert_overlapped, assert_same, assert_same_as_ddp, train_on
 from tests.parity.gate_models import Conditional
-from tests.parity.sabotage import blind_to_overflow, forgets_to_clip, no_gate_on_scaler
+from tests.parity.sabotage import forgets_to_clip
 from tests.support.compare import bit_differences
 from tests.support.fit import Outcome, Recipe, Run, differences
 from tests.support.models import Tower
@@ -102,18 +102,12 @@ def test_norm_clipping_on_more_ranks(three_ranks: RankPool) -> None:
 
 
 def test_fp16_loss_scaling(two_ranks: RankPool) -> None:
-    """To the last bit, with the steps that are left out."""
-    recipe = Recipe(model=partial(Tower, optimizer=adam), plugins=(overflowing,), callbacks=(NotesLastScale,), steps=30)
-    ddp, _ = assert_same_as_ddp(two_ranks, recipe, broken=blind_to_overflow)
-    assert len(ddp[0].notes) == 1
-
-
-def test_scale_is_gated(two_ranks: RankPool) -> None:
-    """Every scale that callbacks and checkpoints see."""
-    recipe = Recipe(model=Tower, plugins=(overflowing,), callbacks=(NotesScale,))
-    ddp, _ = assert_same_as_ddp(two_ranks, recipe, network="late", broken=no_gate_on_scaler)
+    """Every scale that callbacks and checkpoints see, and the weights, with the steps that are left out."""
+    recipe = Recipe(model=partial(Tower, optimizer=adam), plugins=(overflowing,), callbacks=(NotesScale,), steps=30)
+    ddp, ours = assert_same_as_ddp(two_ranks, recipe, overlap=False)
     scales = [scale for scale, _ in ddp[0].notes]
     assert any(b < a for a, b in itertools.pairwise(scales[2:])), "no step was left out in mid-training"
+    assert any("fp16 loss scaling" in reason for reason in ours[0].reasons)
 
 
 @pytest.mark.slow
@@ -121,20 +115,13 @@ def test_scale_is_gated(two_ranks: RankPool) -> None:
 def test_fp16_and_clipping(two_ranks: RankPool, algorithm: str) -> None:
     trainer = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
     recipe = Recipe(model=Tower, trainer=trainer, plugins=(partial(scaler, init_scale=2.0**8),))
-    assert_one_step_is_ddps(two_ranks, recipe)
-    if algorithm == "value":
-        assert_same_as_ddp(two_ranks, recipe)
-    else:
-        assert_overlaps(two_ranks, recipe)
+    assert_same_as_ddp(two_ranks, recipe, overlap=False)
 
 
 @pytest.mark.slow
 def test_accumulation_and_schedules(two_ranks: RankPool) -> None:
     trainer = {**NORM, "accumulate_grad_batches": 2}
-    recipe = Recipe(
-        model=partial(Tower, schedule=_halving), trainer=trainer, plugins=(partial(scaler, init_scale=64.0),)
-    )
-    assert_overlaps(two_ranks, recipe)
+    assert_overlaps(two_ranks, Recipe(model=partial(Tower, schedule=_halving), trainer=trainer))
 
 
 @pytest.mark.slow
@@ -230,11 +217,6 @@ def _every_second(parameters: Any) -> Optimizer:
 class NotesScale(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         module.notes.append((trainer.precision_plugin.scaler.get_scale(), trainer.precision_plugin.state_dict()))
-
-
-class NotesLastScale(Callback):
-    def on_train_end(self, trainer: Trainer, module: Any) -> None:
-        module.notes.append(trainer.precision_plugin.state_dict())
 
 
 class ReadsOnRankZero(Callback):

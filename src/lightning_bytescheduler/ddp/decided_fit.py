@@ -45,8 +45,6 @@ from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.deferred_optimizer import (
     deferred_step,
     followed_by,
-    scales_losses,
-    steps_plainly,
     wants_whole_steps,
     whole_steps_for,
 )
@@ -61,7 +59,10 @@ from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import (
     DDPStrategy,
     FabricDDPStrategy,
+    FabricMixedPrecision,
+    FabricPrecision,
     GradClipAlgorithmType,
+    MixedPrecision,
     Precision,
     is_overridden,
     pl,
@@ -82,6 +83,9 @@ _FAR = (
 _TUNED = " How much travels at once is tuned while training."
 _BYTESCHEDULER = policy_of(POLICIES[0])
 _BEFORE_A_STEP = ("on_after_backward", "on_before_optimizer_step")  # hooks of modules and callbacks
+_PLAIN_STEPS = [
+    kind.optimizer_step for kind in (Precision, MixedPrecision, FabricPrecision, FabricMixedPrecision)
+]  # these only run the closure and the optimizer's step
 _STAND_IN = "_MockOptimizer"  # Lightning's stand-in if configure_optimizers() returns None
 
 SHORTEST_FIT = 100
@@ -172,29 +176,24 @@ def names_of(module: nn.Module, parameters: Iterable[int]) -> tuple[str, ...]:
     return tuple(name for name, parameter in module.named_parameters() if id(parameter) in ids)
 
 
-def precision_reasons(plugin: Precision, optimizers: Sequence[Optimizer]) -> list[str]:
-    """Return why this plugin keeps steps from being deferred, each with how to avoid it; empty if it does not."""
-    if not steps_plainly(plugin):
-        return [
-            f"{type(plugin).__name__} has an optimizer step or a loss scaler of its own "
-            "(precision='16-mixed' or 'bf16-mixed' keeps the overlap)"
-        ]
-    if scales_losses(plugin) and any(getattr(o, "_step_supports_amp_scaling", False) for o in optimizers):
-        return ["a fused optimizer unscales gradients in its step (fused=False keeps the overlap)"]
+def precision_reasons(plugin: Any) -> list[str]:
+    """Return why this precision plugin keeps steps from being deferred, with how to avoid it; empty if it does not."""
+    if type(plugin).optimizer_step not in _PLAIN_STEPS:
+        return [f"{type(plugin).__name__} has an optimizer step of its own (precision='bf16-mixed' keeps the overlap)"]
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None and scaler.is_enabled():
+        return ["fp16 loss scaling looks at all gradients before a step (precision='bf16-mixed' keeps the overlap)"]
     return []
 
 
-def norm_needed_by(module: pl.LightningModule, plugin: Precision) -> tuple[str, ...]:
+def norm_needed_by(module: pl.LightningModule) -> tuple[str, ...]:
     """Return what needs the norm of all gradients before an update, in words; ``module`` is attached to a trainer."""
     trainer = module.trainer
-    needed = []
     if is_overridden("configure_gradient_clipping", module):
-        needed.append("configure_gradient_clipping")  # it may clip by norm
-    elif trainer.gradient_clip_val and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE:
-        needed.append("gradient norm clipping")
-    if scales_losses(plugin):
-        needed.append("fp16 loss scaling")
-    return tuple(needed)
+        return ("configure_gradient_clipping",)  # it may clip by norm
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE:
+        return ("gradient norm clipping",)
+    return ()
 
 
 def may_drop_gradients(module: pl.LightningModule) -> bool:

@@ -6,15 +6,11 @@ a stand-in: an object of its class with its attributes, the state at the time of
 parameters and the hyperparameters of that time. The optimizer itself is unchanged, so learning-rate schedules may go on
 and users may replace state and groups before a deferred step happens.
 
-*fp16 loss scaling.* The update of the scale is deferred, too. During a step a stand-in replaces the scaler. It shares
-the scaler's state, and hands unscaling and the step to the fit. The scale is updated when the exchange of norms has
-shown whether a gradient overflowed. Source: ``torch.amp.GradScaler``.
-
-*Gates.* Pending updates are applied before the state of an optimizer or a scaler is read, so the reader sees what a
-synchronous step would have left. While a gate is closed, the object's class is a subclass that opens it: when
-``optimizer.state`` or ``vars(optimizer)`` is read or replaced, when anything of a scaler is, and when the object is
-copied or pickled. The reader gets the state itself, so type, length, order and equality are as usual. Parameter groups
-may be read and changed freely: a deferred step has its own copy.
+*Gates.* Pending updates are applied before the state of an optimizer is read, so the reader sees what a synchronous
+step would have left. While a gate is closed, the optimizer's class is a subclass that opens it: when
+``optimizer.state`` or ``vars(optimizer)`` is read or replaced, and when the optimizer is copied or pickled. The reader
+gets the state itself, so type, length, order and equality are as usual. Parameter groups may be read and changed
+freely: a deferred step has its own copy.
 """
 
 from __future__ import annotations
@@ -31,14 +27,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch._functorch import pyfunctorch
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.ddp.gates import must_not_wait
-from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.reads import held_beside
 from lightning_bytescheduler.lightning_api import DDPStrategy, MixedPrecision, Precision
 
@@ -49,7 +43,7 @@ _updates: dict[int, Callable[[], None]] = {}  # by id of the object, which the o
 
 
 class _Gated:
-    """Mixed into the class of an optimizer or scaler with pending updates.
+    """Mixed into the class of an optimizer with pending updates.
 
     Code must not test for it: any thread may open it.
     """
@@ -57,19 +51,19 @@ class _Gated:
     def __getattribute__(self, name: str) -> Any:
         if name == "__class__":
             return kind_of(self)
-        if name in _OPENS or issubclass(type(self), GradScaler):
+        if name in _OPENS:
             _open(self)
             if not is_closed(self):
                 return getattr(self, name)
         return object.__getattribute__(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OPENS_WHEN_SET or issubclass(type(self), GradScaler):
+        if name in _OPENS_WHEN_SET:
             _open(self)
         object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in _OPENS_WHEN_SET or issubclass(type(self), GradScaler):
+        if name in _OPENS_WHEN_SET:
             _open(self)
         object.__delattr__(self, name)
 
@@ -102,7 +96,7 @@ def _gated(kind: Any) -> type | None:
 
 
 def kind_of(gated: object) -> type[Any]:
-    """Return the class of an optimizer or scaler, whether its gate is closed or open."""
+    """Return the class of an optimizer, whether its gate is closed or open."""
     kind = type(gated)
     return kind.__mro__[2] if issubclass(kind, _Gated) else kind
 
@@ -120,12 +114,12 @@ def can_have_a_gate(optimizer: Optimizer) -> bool:
 
 
 def is_closed(gated: object) -> bool:
-    """Whether a gate is closed on an optimizer or scaler."""
+    """Whether a gate is closed on an optimizer."""
     return issubclass(type(gated), _Gated)
 
 
-def close_state(of: Optimizer | GradScaler, update: Callable[[], None]) -> None:
-    """Call ``update`` before the state of an optimizer or scaler is used; ``update`` has to call :func:`open_state`.
+def close_state(of: Optimizer, update: Callable[[], None]) -> None:
+    """Call ``update`` before the state of an optimizer is used; ``update`` has to call :func:`open_state`.
 
     Args:
         of: The object; nothing happens if its class cannot have a gate.
@@ -137,8 +131,8 @@ def close_state(of: Optimizer | GradScaler, update: Callable[[], None]) -> None:
         object.__setattr__(of, "__class__", gated)
 
 
-def open_state(of: Optimizer | GradScaler) -> None:
-    """Restore the class of an optimizer or scaler."""
+def open_state(of: Optimizer) -> None:
+    """Restore the class of an optimizer."""
     _updates.pop(id(of), None)
     if is_closed(of):
         object.__setattr__(of, "__class__", kind_of(of))
@@ -449,7 +443,7 @@ def deferred_step(optimizer: Optimizer, fit: Fit) -> Iterator[None]:
 
 @contextmanager
 def deferring(optimizer: Optimizer, fit: Fit, plugin: Precision) -> Iterator[None]:
-    """Like :func:`deferred_step`; also hands the plugin's clipping and the scaler's unscaling to ``fit``.
+    """Like :func:`deferred_step`; also hands the plugin's clipping to ``fit``.
 
     It replaces attributes of the instances, as learning-rate schedules do with ``optimizer.step``. So precision
     plugins, hooks and user code see the optimizer itself.
@@ -459,10 +453,6 @@ def deferring(optimizer: Optimizer, fit: Fit, plugin: Precision) -> Iterator[Non
         for name, defer in (("clip_grad_by_norm", "clip_norm"), ("clip_grad_by_value", "clip_value")):
             if getattr(type(plugin), name) is getattr(Precision, name):  # otherwise the user has overridden it
                 stack.enter_context(replaced(plugin, name, _or_else(fit, defer, getattr(plugin, name))))
-        scaler = plugin.scaler if isinstance(plugin, MixedPrecision) and scales_losses(plugin) else None
-        if isinstance(plugin, MixedPrecision) and scaler is not None:
-            plugin.scaler = scaling_later(scaler, fit)
-            stack.callback(setattr, plugin, "scaler", scaler)
         yield
 
 
@@ -474,86 +464,8 @@ def _or_else(fit: Fit, defer: str, clip: Callable[[Optimizer, float], None]) -> 
     return clip_later
 
 
-def steps_plainly(plugin: Precision) -> bool:
-    """Whether the plugin only runs the closure and ``optimizer.step``, with a supported scaler or none."""
-    if isinstance(plugin, MixedPrecision):
-        return type(plugin).optimizer_step is MixedPrecision.optimizer_step and (
-            plugin.scaler is None or can_be_deferred(plugin.scaler)
-        )
-    return type(plugin).optimizer_step is Precision.optimizer_step
-
-
-def scales_losses(plugin: Precision) -> bool:
-    """Whether the plugin scales losses and skips steps with non-finite gradients."""
-    return isinstance(plugin, MixedPrecision) and plugin.scaler is not None and is_enabled(plugin.scaler)
-
-
-def can_be_deferred(scaler: object) -> bool:
-    """Whether ``scaler`` is of a supported class."""
-    return type(scaler) in (GradScaler, torch.cuda.amp.GradScaler) or is_closed(scaler)
-
-
-def is_enabled(scaler: GradScaler) -> bool:
-    """Whether ``scaler`` is enabled; opens no gate."""
-    return bool(object.__getattribute__(scaler, "_enabled"))
-
-
 def loss_scale_of(strategy: DDPStrategy) -> float | None:
     """Return the current factor of losses, if any; call it in a backward pass or when no step is pending."""
     plugin = strategy.precision_plugin
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
     return None if scaler is None else float(scaler.get_scale())
-
-
-def scaling_later(scaler: GradScaler, fit: Fit) -> GradScaler:
-    """Return a stand-in for ``scaler`` during one step of an optimizer."""
-    stand_in = object.__new__(_DeferringScaler)
-    stand_in.scaler, stand_in.fit = scaler, fit
-    stand_in.unscale, stand_in.found_inf = None, None
-    # Both share one state. It is taken without opening the gate.
-    object.__setattr__(stand_in, "__dict__", object.__getattribute__(scaler, "__dict__"))
-    return stand_in
-
-
-class _DeferringScaler(GradScaler):
-    __slots__ = ("fit", "found_inf", "scaler", "unscale")
-
-    scaler: GradScaler
-    fit: Fit
-    unscale: Unscale | None
-    found_inf: torch.Tensor | None
-
-    def __getattribute__(self, name: str) -> Any:
-        _open(object.__getattribute__(self, "scaler"))
-        return object.__getattribute__(self, name)
-
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
-    ) -> dict[torch.device, torch.Tensor]:
-        self.unscale = self.fit.step.unscale(optimizer, inv_scale)
-        if self.unscale is None:
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        self.found_inf = found_inf  # the value is filled in later
-        return {found_inf.device: found_inf}
-
-    def _maybe_opt_step(
-        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> float | None:
-        if self.unscale is None:
-            return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        output: float | None = optimizer.step(*args, **kwargs)  # the fit skips it if necessary
-        return output
-
-    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        if self.unscale is None or self.found_inf is None:
-            super().update(new_scale)
-            return
-        scaler, unscale, found_inf = self.scaler, self.unscale, self.found_inf
-
-        def update() -> None:
-            open_state(scaler)
-            found_inf.fill_(float(unscale.found_inf()))
-            scaler.update(new_scale)
-
-        close_state(scaler, self.fit.step.update_scale)
-        self.fit.step.scale_later(PendingScale(update, discard=lambda: open_state(scaler)))

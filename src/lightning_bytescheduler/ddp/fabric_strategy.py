@@ -32,16 +32,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.ddp.ddp_arguments import SCHEDULED, check_hooks, check_module, check_options
-from lightning_bytescheduler.ddp.decided_fit import DecidedFit, open_wire, optimizer_reasons
-from lightning_bytescheduler.ddp.deferred_optimizer import is_enabled
+from lightning_bytescheduler.ddp.decided_fit import DecidedFit, open_wire, optimizer_reasons, precision_reasons
 from lightning_bytescheduler.ddp.fit_report import OverlapPlan, SchedulerStatistics
 from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks, PublishesFailures, model_facts
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.rendezvous import Introduction
 from lightning_bytescheduler.lightning_api import (
     FabricDDPStrategy,
-    FabricMixedPrecision,
-    FabricPrecision,
     _FabricLauncher,
     rank_zero_info,
 )
@@ -139,21 +136,12 @@ class FabricFit(DecidedFit):
         output = super().step_with(take, optimizer, *args, why_whole=mixed, **kwargs)
         module = self.module()
         if self.plan is None and module is not None:
-            self.begin_steps(module, [*optimizer_reasons([optimizer]), *_precision_reasons(self._strategy.precision)])
+            self.begin_steps(module, [*optimizer_reasons([optimizer]), *precision_reasons(self._strategy.precision)])
         return output
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
         """Clip gradients by value when they have arrived; return ``False`` if the caller has to clip now."""
         return False not in self._has(optimizer) and self.step.clip_value(optimizer, limit)
-
-
-def _precision_reasons(plugin: FabricPrecision) -> list[str]:
-    own = type(plugin).optimizer_step
-    if own not in (FabricPrecision.optimizer_step, FabricMixedPrecision.optimizer_step):
-        return [f"{type(plugin).__name__} has an optimizer step of its own (precision='bf16-mixed' keeps the overlap)"]
-    if isinstance(plugin, FabricMixedPrecision) and plugin.scaler is not None and is_enabled(plugin.scaler):
-        return ["fp16 loss scaling looks at all gradients before a step (precision='bf16-mixed' keeps the overlap)"]
-    return []
 
 
 class _PublishingLauncher(PublishesFailures, _FabricLauncher):

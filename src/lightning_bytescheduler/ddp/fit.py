@@ -48,7 +48,6 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange
 from lightning_bytescheduler.ddp.ddp_arguments import refuse_join, refuse_steps_in_backward
 from lightning_bytescheduler.ddp.entry_points import watch_entry_points
-from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, Unscale
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
 from lightning_bytescheduler.ddp.reads import ForwardPass, Reads
 from lightning_bytescheduler.ddp.reduction import Reduction, ShardedReduction, Uncompressed
@@ -651,10 +650,6 @@ class TrainingStep:
 
     # ------------------------------------------------------------------ optimizer step
 
-    def unscale(self, optimizer: Optimizer, inverse_scale: torch.Tensor) -> Unscale | None:
-        """Divide gradients by the loss scale when they have arrived; ``None`` if the caller has to do it now."""
-        return None
-
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> bool:
         """Clip gradients by norm when they have arrived; ``False`` if the caller has to do it now."""
         return False
@@ -662,13 +657,6 @@ class TrainingStep:
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
         """Clip gradients by value when they have arrived; ``False`` if the caller has to do it now."""
         return False
-
-    def scale_later(self, pending: PendingScale) -> None:
-        """Update a loss scale when this step's gradients are known to be finite or not."""
-        raise RuntimeError(f"Step {self.number} has not taken over unscaling.")
-
-    def update_scale(self) -> None:
-        """Wait until this step's gradients are known to be finite or not, and update the loss scale."""
 
     def take(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
         """Step the optimizer now, or defer the step.

@@ -1,9 +1,9 @@
-"""Transforms gradients between their arrival and the optimizer: unscaling, clipping by value or by norm.
+"""Clips gradients by value or by norm between their arrival and the optimizer.
 
 Each transform runs torch's operations, but when the gradients have arrived instead of when it is requested. Sources:
-``torch.nn.utils.clip_grad``, ``torch.amp.GradScaler``.
+``torch.nn.utils.clip_grad``.
 
-Clipping by norm and loss scaling need a number that is known only when all gradients are reduced. The step's first
+Clipping by norm needs a number that is known only when all gradients are reduced. The step's first
 update waits for it, during the next forward pass. The number comes from the reduction, so it is valid only for
 gradients as they were reduced. If other code only read gradients (a logger, perhaps on one rank), the number is used,
 so that all ranks clip alike. If other code changed them, the transform is not deferred, and the caller uses the
@@ -12,10 +12,7 @@ gradients themselves.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import nn
@@ -24,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.ddp.reduction import GradientBucket, Reduction, ShardedReduction, total_norm
 from lightning_bytescheduler.scheduler.task import CommTask
 
-__all__ = ["ClipNorm", "ClipValue", "PendingScale", "StepTransforms", "Unscale"]
+__all__ = ["ClipNorm", "ClipValue", "StepTransforms"]
 
 NormOf = Callable[[nn.Parameter], float]
 """Returns the norm of a parameter's reduced gradient; waits until it is known."""
@@ -42,67 +39,26 @@ class ClipValue:
             gradient.clamp_(min=-self._limit, max=self._limit)
 
 
-class Unscale:
-    """Divides by the loss scale and detects non-finite gradients; see :class:`torch.amp.GradScaler`.
-
-    Args:
-        inverse_scale: One number, in fp32.
-    """
-
-    def __init__(self, inverse_scale: torch.Tensor, parameters: Sequence[nn.Parameter], norm_of: NormOf) -> None:
-        self._inverse_scale = inverse_scale
-        self._parameters = parameters
-        self._norm_of = norm_of
-        self._found_inf: bool | None = None
-
-    @cached_property
-    def factor(self) -> float:
-        """The factor of gradients; waits for the GPU if necessary."""
-        return self._inverse_scale.item()
-
-    def found_inf(self) -> bool:
-        """Whether any gradient is not finite, so that the step is skipped; the same on every rank."""
-        if self._found_inf is None:
-            self._found_inf = not all(math.isfinite(self._norm_of(p)) for p in self._parameters)
-        return self._found_inf
-
-    def apply(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Transform ``gradients`` in place."""
-        for gradient in gradients:
-            torch._amp_foreach_non_finite_check_and_unscale_(
-                [gradient],
-                torch.zeros(1, dtype=torch.float32, device=gradient.device),
-                self._inverse_scale.to(gradient.device),
-            )
-
-
 class ClipNorm:
     """Scales all gradients down to a total norm; see :func:`torch.nn.utils.clip_grad_norm_`.
 
     Each parameter's norm is rounded to its gradient's type, as in torch.
-
-    Args:
-        after: The unscaling that comes before clipping, if any.
     """
 
-    def __init__(
-        self, max_norm: float, parameters: Sequence[nn.Parameter], norm_of: NormOf, *, after: Unscale | None = None
-    ) -> None:
+    def __init__(self, max_norm: float, parameters: Sequence[nn.Parameter], norm_of: NormOf) -> None:
         self._max_norm = float(max_norm)
         self._parameters = parameters
         self._norm_of = norm_of
-        self._after = after
         self._coefficient: torch.Tensor | None = None
         self._on_device: torch.Tensor | None = None
 
     def coefficient(self) -> torch.Tensor:
         """Return the factor of gradients; the same bits on every rank."""
         if self._coefficient is None:
-            factor = 1.0 if self._after is None else self._after.factor
             with torch._C.DisableTorchFunctionSubclass():
                 # The norm of complex numbers is real.
                 kinds = {p.dtype.to_real() for p in self._parameters}
-                norms = [_rounded(self._norm_of(p) * factor, p.dtype.to_real()) for p in self._parameters]
+                norms = [_rounded(self._norm_of(p), p.dtype.to_real()) for p in self._parameters]
             kind = torch.float32 if not kinds else kinds.pop()
             for other in kinds:
                 kind = torch.promote_types(kind, other)
@@ -126,19 +82,6 @@ def _rounded(value: float, kind: torch.dtype) -> float:
     return value if kind is torch.float64 else torch.tensor(value, dtype=kind).item()
 
 
-@dataclass(frozen=True)
-class PendingScale:
-    """An update of the loss scale that waits until it is known whether the gradients were finite.
-
-    Attributes:
-        update: Updates the scale; called once, when :meth:`Unscale.found_inf` returns without waiting.
-        discard: Leaves the scale as it is, as the step has failed.
-    """
-
-    update: Callable[[], None]
-    discard: Callable[[], None]
-
-
 class StepTransforms:
     """The transforms of one step's gradients, applied to each bucket on arrival; used under the step's lock."""
 
@@ -148,30 +91,19 @@ class StepTransforms:
         self._reduction = reduction
         self._buckets = buckets
         self._wait = wait
-        self._transforms: list[Unscale | ClipNorm | ClipValue] = []
+        self._transforms: list[ClipNorm | ClipValue] = []
         self._gradients: dict[int, list[torch.Tensor]] = {}  # by index of the bucket: the gradients to transform
         self._applied: dict[int, int] = {}  # by index of the bucket: the number of transforms applied
         self._handed_out: dict[
             int, tuple[GradientBucket, torch.Tensor | None]
         ] = {}  # with its norm, if norms are known
-        self._unscale: Unscale | None = None
-        self._pending_scale: PendingScale | None = None
-
-    def unscale(self, optimizer: Optimizer, inverse_scale: torch.Tensor) -> Unscale | None:
-        """Defer dividing by the loss scale; ``None`` if that is not possible."""
-        parameters = self._take(optimizer, needs_norms=True)
-        if parameters is None or any(p.dtype is torch.float16 or p.dtype.is_complex for p in parameters):
-            return None
-        self._unscale = Unscale(inverse_scale, parameters, self._norm_of)
-        self._add(self._unscale)
-        return self._unscale
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> bool:
         """Defer clipping by norm; returns whether that is possible."""
         parameters = self._take(optimizer, needs_norms=True)
         if parameters is None:
             return False
-        self._add(ClipNorm(max_norm, parameters, self._norm_of, after=self._unscale))
+        self._add(ClipNorm(max_norm, parameters, self._norm_of))
         return True
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
@@ -181,10 +113,6 @@ class StepTransforms:
             return False  # torch raises an error for complex numbers
         self._add(ClipValue(limit))
         return True
-
-    def scale_later(self, pending: PendingScale) -> None:
-        """Update a loss scale once the gradients are known to be finite or not."""
-        self._pending_scale = pending
 
     def apply(self, bucket: GradientBucket) -> None:
         """Transform the gradients of a bucket that has arrived."""
@@ -199,10 +127,6 @@ class StepTransforms:
         self.apply(bucket)
         norm = _norm(bucket) if isinstance(self._reduction, ShardedReduction) else None
         self._handed_out[bucket.index] = bucket, norm
-
-    def leaves_step_out(self) -> bool:
-        """Whether the step is skipped because of non-finite gradients; waits if necessary."""
-        return self._unscale is not None and self._unscale.found_inf()
 
     @property
     def known(self) -> bool:
@@ -220,22 +144,9 @@ class StepTransforms:
         """The task that has to end before anything can be applied."""
         return self.norms if self._transforms else None
 
-    def update_scale(self) -> None:
-        """Update the loss scale if an update is pending; waits if necessary."""
-        if self._pending_scale is not None:
-            self.leaves_step_out()
-            pending, self._pending_scale = self._pending_scale, None
-            pending.update()
-
     def let_go(self) -> None:
         """Release all gradients, as a referenced gradient counts as kept by user code."""
         self._gradients = {}
-
-    def discard(self) -> None:
-        """Drop a pending update of the loss scale."""
-        pending, self._pending_scale = self._pending_scale, None
-        if pending is not None:
-            pending.discard()
 
     def _norm_of(self, parameter: nn.Parameter) -> float:
         reduction = self._reduction
@@ -244,7 +155,7 @@ class StepTransforms:
         self._wait(reduction.norms)
         return reduction.norm(parameter)
 
-    def _add(self, transform: Unscale | ClipNorm | ClipValue) -> None:
+    def _add(self, transform: ClipNorm | ClipValue) -> None:
         self._transforms.append(transform)
         for bucket, _ in list(self._handed_out.values()):
             self.hand_out(bucket)
@@ -256,8 +167,8 @@ class StepTransforms:
         if needs_norms:
             if not isinstance(self._reduction, ShardedReduction):
                 return None
-            if any(not isinstance(transform, Unscale) for transform in self._transforms):
-                return None  # norms are unknown after a transform that is not linear
+            if self._transforms:
+                return None  # norms are unknown after a transform
             if _any_changed(self._handed_out.values()):
                 return None
         bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}

@@ -1,8 +1,7 @@
 """Turns the buckets of one backward pass into communication tasks.
 
 There are two ways. An *all-reduce* (push and pull with parameter servers) is one task per bucket. *Sharded* reduction
-is for steps that need the norm of all gradients, or whether all are finite, before the first update (norm clipping,
-fp16 loss scaling)::
+is for steps that need the norm of all gradients before the first update (norm clipping)::
 
     reduce-scatter   of every bucket, during the backward pass: each rank has its shard of the reduced gradient
     norms            one exchange of a number per parameter: then every rank knows every parameter's norm

@@ -73,7 +73,7 @@ from lightning_bytescheduler.ddp.deferred_optimizer import (
 )
 from lightning_bytescheduler.ddp.fit import Fit, TrainingStep
 from lightning_bytescheduler.ddp.gates import arm, can_be_gated, disarm, gate_of
-from lightning_bytescheduler.ddp.gradient_transforms import PendingScale, StepTransforms, Unscale
+from lightning_bytescheduler.ddp.gradient_transforms import StepTransforms
 from lightning_bytescheduler.ddp.reduction import GradientBucket
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.task import CommTask
@@ -227,8 +227,7 @@ class BucketUpdate:
         trains = get_ident() == fit.record.training_thread
         with plain_mode(fit.device, due.default_dtype, for_all_threads=trains):
             transforms.apply(self.bucket)
-            if not transforms.leaves_step_out():
-                step_partially(due, self.chosen)
+            step_partially(due, self.chosen)
         fit.record.statistics.deferred_step_s += fit.record.clock() - start
         fit.record.span(f"step bucket {self.bucket.index}", STEP, start, step=self.step.number)
 
@@ -299,11 +298,6 @@ class OverlappedStep(TrainingStep):
 
     # ------------------------------------------------------------------ optimizer step
 
-    def unscale(self, optimizer: Optimizer, inverse_scale: torch.Tensor) -> Unscale | None:
-        """See :class:`TrainingStep`."""
-        with self.fit.lock:
-            return self.transforms.unscale(optimizer, inverse_scale) if self._all_closed else None
-
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> bool:
         """See :class:`TrainingStep`."""
         with self.fit.lock:
@@ -313,16 +307,6 @@ class OverlappedStep(TrainingStep):
         """See :class:`TrainingStep`."""
         with self.fit.lock:
             return self._all_closed and self.transforms.clip_value(optimizer, limit)
-
-    def scale_later(self, pending: PendingScale) -> None:
-        """See :class:`TrainingStep`."""
-        with self.fit.lock:
-            self.transforms.scale_later(pending)
-
-    def update_scale(self) -> None:
-        """See :class:`TrainingStep`."""
-        with self.fit.lock:
-            self.transforms.update_scale()
 
     def take(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
         """Defer the optimizer step of every bucket that was not read since the backward pass; take the others now.
@@ -343,7 +327,7 @@ class OverlappedStep(TrainingStep):
         with fit.lock:
             self._land()
             fit.count_whole_step(optimizer)
-            return None if self.transforms.leaves_step_out() else own_step()
+            return own_step()
 
     def _await_unseen(self) -> None:
         held = self.fit.reads.find_held() if self._all_closed else set()
@@ -380,8 +364,7 @@ class OverlappedStep(TrainingStep):
         if now:
             statistics.updates += len(now)
             with self.fit.or_torn(len(now)):
-                if not self.transforms.leaves_step_out():
-                    step_partially(due, now)
+                step_partially(due, now)
 
     # ------------------------------------------------------------------ until the next backward pass
 
@@ -414,17 +397,13 @@ class OverlappedStep(TrainingStep):
     def flush(self) -> None:
         """See :class:`TrainingStep`; on any thread."""
         if not self.fit.entered:
-            self._flush()
-
-    def _flush(self) -> None:
-        with self.fit.lock:
-            self._land()
-            self.transforms.update_scale()
+            with self.fit.lock:
+                self._land()
 
     def finish(self) -> None:
         """See :class:`TrainingStep`."""
         with self.fit.lock:
-            self._flush()
+            self._land()
             self.updates = []  # updates and step refer to each other; this frees memory at once
             self.transforms.let_go()
 
@@ -432,7 +411,7 @@ class OverlappedStep(TrainingStep):
         """See :class:`TrainingStep`."""
         # A signal handler may fork in the middle of an update, which then goes on in the parent.
         if self._all_closed and not any(update.state is UpdateState.OPENING for update in self.updates):
-            self._flush()
+            self._land()
 
     def end_forward(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """See :class:`TrainingStep`."""
@@ -468,8 +447,6 @@ class OverlappedStep(TrainingStep):
                 applied += len(update.chosen)
                 if update.state is UpdateState.DUE:
                     update.apply()
-            if self.transforms.known:
-                self.transforms.update_scale()  # a loss scale belongs to the step that updates it
         return applied, lost
 
     def close(self) -> None:
@@ -479,7 +456,6 @@ class OverlappedStep(TrainingStep):
                 update.open_gate()
                 update.state = UpdateState.DONE
             self.updates = []
-            self.transforms.discard()
             self._due = None
             if self._optimizer is not None:
                 open_state(self._optimizer)
@@ -501,7 +477,6 @@ class OverlappedStep(TrainingStep):
                 update.due = None  # it holds the optimizer's state, and ``state_is_kept`` counts references
         if self._optimizer is not None:
             open_state(self._optimizer)
-            self.transforms.update_scale()
 
 
 def _why_whole(optimizer: Optimizer, own_step: Callable[[], Any]) -> str | None:

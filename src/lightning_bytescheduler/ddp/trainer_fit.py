@@ -77,7 +77,7 @@ class TrainerFit(DecidedFit):
             )
         if rules is not None:
             rules.check_patterns(names_that_count(module))
-        in_shards = bool(norm_needed_by(module, strategy.precision_plugin))
+        in_shards = bool(norm_needed_by(module))
         wire = open_wire(module, strategy, options, board, routed=True, in_shards=in_shards)
         try:
             codec = None if rules is None else _codec(rules, module, strategy, wire)
@@ -107,7 +107,7 @@ class TrainerFit(DecidedFit):
         """Decide with the other ranks what overlaps, once everything is set up."""
         module = self._strategy.lightning_module
         check_hooks(module)
-        needed_by = norm_needed_by(module, self._strategy.precision_plugin)
+        needed_by = norm_needed_by(module)
         if isinstance(self.codec, GradientCompression) and not self.codec.compressed:
             rank_zero_warn(
                 "bytescheduler: no gradient of this model is compressed: each is smaller than compression_min_size, "
@@ -121,7 +121,7 @@ class TrainerFit(DecidedFit):
             yield from optimizer_reasons(strategy.optimizers)
         else:
             yield "optimization is manual (automatic optimization keeps the overlap)"
-        yield from precision_reasons(strategy.precision_plugin, strategy.optimizers)
+        yield from precision_reasons(strategy.precision_plugin)
 
     def _norm_reasons(self, needed_by: tuple[str, ...]) -> Iterator[str]:
         if not needed_by:
@@ -190,7 +190,7 @@ class TrainerFit(DecidedFit):
         return super().step_with(*args, **kwargs)
 
     def deferring(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """See :class:`DecidedFit`; also hands over clipping and loss scaling."""
+        """See :class:`DecidedFit`; also hands over clipping."""
         return deferring(optimizer, self, self._strategy.precision_plugin)
 
 

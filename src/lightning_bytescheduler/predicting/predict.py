@@ -189,10 +189,10 @@ def measure_step(
             compressed_share=small / sum(p.nbytes for p in parameters.values()),
             synchronised_because=(
                 *optimizer_reasons(optimizers),
-                *precision_reasons(plugin, optimizers),
+                *precision_reasons(plugin),
                 *model_reasons(trained),
             ),
-            norm_needed_by=norm_needed_by(trained, plugin),
+            norm_needed_by=norm_needed_by(trained),
         )
 
 
