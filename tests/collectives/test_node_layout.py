@@ -26,12 +26,24 @@ def test_one_rank_on_each_node_is_as_without_nodes() -> None:
 @pytest.mark.parametrize(
     ("places", "said"),
     [
-        pytest.param([(0, 0, 2), (0, 1, 2), (1, 0, 1)], "node 0 has 2, node 1 has 1", id="unequal nodes"),
-        pytest.param([(0, 0, 1), (0, 0, 1)], "numbers 0, 0", id="all say that they are the first of one node"),
-        pytest.param([(0, 0, 2), (0, 2, 2)], "numbers 0, 2", id="a number is missing"),
+        pytest.param(
+            [(0, 0, 2), (0, 1, 2), (1, 0, 1)],
+            "rank 1: number 1 of 2 on node 0, rank 2: number 0 of 1 on node 1",
+            id="unequal nodes",
+        ),
+        pytest.param(
+            [(0, 0, 1), (0, 0, 1)],
+            "rank 0: number 0 of 1 on node 0, rank 1: number 0 of 1 on node 0",
+            id="all say that they are the first of one node",
+        ),
+        pytest.param(
+            [(0, 0, 2), (0, 2, 2)],
+            "rank 0: number 0 of 2 on node 0, rank 1: number 2 of 2 on node 0",
+            id="a number is missing",
+        ),
         pytest.param(
             [(0, 0, 4), (0, 1, 4)],
-            "number 0 of 4 on node 0, where the ranks say that",
+            "rank 0: number 0 of 4 on node 0",
             id="devices=4",
         ),
     ],

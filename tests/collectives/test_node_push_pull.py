@@ -50,7 +50,7 @@ def ranks() -> Iterator[list[NodePushPull]]:
 
     def join(rank: int) -> NodePushPull:
         rails = tuple(zip(*lay_out(places), strict=True))
-        fit = Announcement(fit=1, rails=rails, servers=0)
+        fit = Announcement(fit=1, rails=rails, servers=())
         node, number = divmod(rank, RANKS)
         rail, local = connect(
             store,

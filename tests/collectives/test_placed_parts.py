@@ -26,8 +26,7 @@ def test_by_default_bytes_come_to_the_shares_of_the_formula() -> None:
     table = placed.so_far
     assert table.how == "balanced"
     assert sum(table.bytes_per_server[:2]) / sum(table.bytes_per_server) == pytest.approx(0.6, rel=0.02)
-    assert table.fullest <= 1.05
-    assert str(table).startswith("placement 'balanced': 6 servers, the fullest 1.0")
+    assert str(table).startswith("placement 'balanced': 6 servers\n")
 
 
 @pytest.mark.parametrize("how", PLACEMENTS)

@@ -50,7 +50,7 @@ def test_mixed_mode_comes_to_about_the_shares() -> None:
 def test_a_table_shows_bytes_per_server() -> None:
     placement = Placement("balanced", 2, 1, (600, 400, 0))
     assert str(placement).splitlines() == [
-        "placement 'balanced': 3 servers, the fullest 1.600 times its ideal",
+        "placement 'balanced': 3 servers",
         "spare server 0                  600 bytes   60.0% of  50.0%",
         "server of worker 0              400 bytes   40.0% of  25.0%",
         "server of worker 1                0 bytes    0.0% of  25.0%",

@@ -88,7 +88,8 @@ def test_a_wait_for_a_message_is_ended_on_the_group_of_the_message(own: bool, mo
         message.let_go.set()
 
     monkeypatch.setattr(completion, "break_connections", breaks)
-    push_pull: Any = SimpleNamespace(reduce=None, wire_share=1.0, group=servers, expect=lambda *_: None)
+    shares = SimpleNamespace(expect=lambda *_: None)
+    push_pull: Any = SimpleNamespace(reduce=None, wire_share=1.0, group=servers, shares=shares)
     route = Served(data, lambda error: error, push_pull)  # type: ignore[arg-type]
     part: Any = Part(0)
     part.parent, part.index = SimpleNamespace(key=TaskKey(1)), 0

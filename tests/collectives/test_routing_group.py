@@ -51,7 +51,7 @@ class Routed:
             timeout=timeout,
             cuda=device,
         )
-        self.group.go_in_order()
+        self.group.in_order = True
 
     def all_have_called(self, count: int) -> None:
         self.core.update_order(lambda: self.order.submitted_everywhere(count))
@@ -99,7 +99,7 @@ def test_without_that_wait_the_result_is_another_one() -> None:
 
 def test_the_host_waits_for_a_turn_only_as_long_as_there_is_hope() -> None:
     routed = Routed(FakeDevice(0), timeout=0.2)
-    with pytest.raises(SchedulerTimeoutError, match=r"Collective 'allreduce 1' of DDP's process group had no turn"):
+    with pytest.raises(SchedulerTimeoutError, match=r"'allreduce 1'"):
         routed.group.allreduce([FakeBuffer(FakeDevice(0))])
     routed.core.abort(RankFailedError(1, "it is gone"))
     with pytest.raises(RankFailedError, match="it is gone"):
@@ -131,7 +131,7 @@ def test_what_waits_for_its_turn_or_went_out_directly_is_under_way() -> None:
     assert not routed.group.idle
     device = FakeDevice(0)
     direct = Routed(device)
-    direct.group.go_direct()
+    direct.group.in_order = False
     assert direct.group.idle
     work = direct.group.allreduce([FakeBuffer(device)])
     assert not direct.group.idle
@@ -142,10 +142,10 @@ def test_what_waits_for_its_turn_or_went_out_directly_is_under_way() -> None:
 
 
 def test_a_call_that_starts_nothing_leaves_nothing_under_way() -> None:
-    """As NCCL's end of a block in which nothing was coalesced."""
+    """As a backend may say for a call on nothing."""
     direct = Routed(FakeDevice(0))
-    direct.group.go_direct()
-    assert direct.group._route("coalesced", lambda _: None) is None  # type: ignore[arg-type, return-value, func-returns-value]
+    direct.group.in_order = False
+    assert direct.group._route("allreduce", lambda _: None) is None  # type: ignore[arg-type, return-value, func-returns-value]
     assert direct.group.idle
     direct.close()
 
@@ -173,7 +173,7 @@ def test_what_goes_out_directly_follows_what_was_launched() -> None:
     routed = Routed(device)
     routed.all_have_called(1)
     work = routed.group.allreduce([FakeBuffer(device)])
-    routed.group.go_direct()
+    routed.group.in_order = False
     assert len(routed.carrier.works) == 1
     routed.group.allreduce([FakeBuffer(device)])
     assert len(routed.carrier.works) == 2

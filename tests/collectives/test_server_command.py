@@ -8,6 +8,7 @@ import pytest
 
 from lightning_bytescheduler.collectives import server_meeting
 from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError
+from lightning_bytescheduler.failures import rendezvous
 
 
 class Left(BaseException):
@@ -15,19 +16,14 @@ class Left(BaseException):
 
 
 def test_what_a_server_waits_for_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(host: str, port: int) -> None:
+    def unknown(*_: object) -> None:
         raise OSError("name or service not known")
 
     said: list[str] = []
-
-    def say(text: str) -> None:
-        said.append(text)
-
-    monkeypatch.setattr(server_meeting, "StorePresence", unknown)
-    monkeypatch.setattr(server_meeting.time, "sleep", lambda _: None)
-    with pytest.raises(SchedulerTimeoutError, match="no training at node-zero:1"):
-        server_meeting.serve("node-zero", 1, timeout=0.1, say=say)
-    assert said == ["Waiting for the training at node-zero:1 (name or service not known)."]
+    monkeypatch.setattr(rendezvous, "StorePresence", unknown)
+    with pytest.raises(SchedulerTimeoutError, match=r"this parameter server has been waiting .* to open node-zero:1"):
+        server_meeting.serve("node-zero", 1, timeout=0.1, say=said.append)
+    assert said == ["Looking for the training at node-zero:1."]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,14 +16,12 @@ from lightning_bytescheduler.collectives.groups import abandon
 from lightning_bytescheduler.collectives.push_pull import PlacedParts, PushPull, server_weights
 from lightning_bytescheduler.collectives.server_meeting import (
     Announcement,
-    Doing,
     JoinedServers,
-    ServerPort,
+    LivingServer,
     SignedOn,
     begun_after,
     connect,
     find_servers,
-    sign_on,
 )
 from lightning_bytescheduler.collectives.summing_server import SummingServer, await_goodbyes
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
@@ -38,7 +35,8 @@ from lightning_bytescheduler.exceptions import (
     ServerFailedError,
     UnsupportedError,
 )
-from tests.support.waiting import WAIT, until
+from lightning_bytescheduler.failures.rendezvous import Introduction
+from tests.support.waiting import WAIT
 
 PATIENT: dict[str, Any] = {"wait": WAIT, "timeout": timedelta(seconds=WAIT), "failure": lambda: None}
 
@@ -78,7 +76,7 @@ def world(workers: int, servers: int = 1) -> list[Any]:
 
 
 def announced(*, fit: int = 1, workers: int = 1, servers: int) -> Announcement:
-    return Announcement(fit=fit, rails=(tuple(range(workers)),), servers=servers)
+    return Announcement(fit=fit, rails=(tuple(range(workers)),), servers=tuple(range(servers)))
 
 
 def with_servers(groups: list[Any], servers: int = 1) -> list[PushPull]:
@@ -143,28 +141,25 @@ def test_a_push_unlike_the_other_ranks_is_refused(wrong: torch.Tensor) -> None:
         under_way.append(side.push(part, 1, 2))
     with pytest.raises(UnsupportedError, match=r"Rank \d pushes .* as operation 1, but rank \d pushes") as refused:
         await_goodbyes([server], lambda: False)
-    store, door = dist.HashStore(), ServerPort("127.0.0.1")
-    sign_on(store, signed(door))
+    store = dist.HashStore()
+    living = LivingServer(store, SignedOn(host="127.0.0.1", pid=1))
     found = find(store, servers=1)
-    door.leave_word(refused.value)
+    living.leave(str(refused.value))
     told = found.find_gone(within=WAIT)
     assert isinstance(told, ServerFailedError)
-    assert str(told).startswith("The parameter server 0 (process 1 at 127.0.0.1) has refused what it was sent: Rank ")
-    found.close()
-    door.close()
+    assert str(told).startswith("The parameter server 0 (process 1 at 127.0.0.1) has ended: Rank ")
     for side in sides:
         side.close(idle=False)
         assert side._colocated is not None
         assert not any(thread.is_alive() for thread in side._colocated._threads)
 
 
-def test_a_number_is_taken_over_from_a_dead_server() -> None:
-    store, doors = dist.HashStore(), [ServerPort("127.0.0.1") for _ in range(3)]
-    assert [sign_on(store, door.own) for door in doors[:2]] == [0, 1]
-    doors[0].close()
-    assert sign_on(store, doors[2].own) == 0
-    for door in doors[1:]:
-        door.close()
+class Dies(LivingServer):
+    """A server that is killed, or stopped, when it is told to leave."""
+
+    def leave(self, why: str = "") -> None:
+        self._signs.give = lambda *_, **__: None  # type: ignore[method-assign]
+        super().leave()
 
 
 @pytest.mark.parametrize(
@@ -200,64 +195,63 @@ def test_options_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ServerOptions.resolve(2).placement == "mixed"
 
 
-def signed(door: ServerPort, **changes: Any) -> SignedOn:
-    return msgspec.structs.replace(door.own, **{"pid": 1, **changes})
+def find(store: dist.Store, *, servers: int, say: Any = print, timeout: float = WAIT) -> JoinedServers:
+    return JoinedServers(store, find_servers(store, servers, timeout=timeout, failure=lambda: None, say=say))
 
 
-def find(store: dist.Store, *, servers: int, fit: int = 1, say: Any = print, timeout: float = WAIT) -> JoinedServers:
-    wanted = announced(fit=fit, servers=servers)
-    return JoinedServers(find_servers(store, wanted, rank=0, timeout=timeout, failure=lambda: None, say=say))
-
-
-def test_a_server_that_dies_while_others_are_waited_for_is_followed_by_another() -> None:
-    store, doors = dist.HashStore(), [ServerPort("127.0.0.1") for _ in range(3)]
-    sign_on(store, signed(doors[0], pid=10))
+def test_servers_that_have_ended_are_followed_by_others() -> None:
+    store = dist.HashStore()
+    ended = [Dies(store, SignedOn(host="127.0.0.1", pid=10)), LivingServer(store, SignedOn(host="127.0.0.1", pid=11))]
+    for one in ended:
+        one.leave()
+    living: list[LivingServer] = []
 
     def missing(_: str) -> None:
-        doors[0].close()
-        sign_on(store, signed(doors[1], pid=11))
-        sign_on(store, signed(doors[2], pid=12))
+        living.append(LivingServer(store, SignedOn(host="127.0.0.1", pid=12)))
+        living.append(Dies(store, SignedOn(host="127.0.0.1", pid=13)))
 
     found = find(store, servers=2, say=missing)
-    assert found.find_gone(within=0.0) is None
-    doors[2].leave_word(RankFailedError(1, "its connection has ended"))
-    assert found.find_gone(within=0.1) is None, "it lives on, so that ranks look for the one that has failed"
-    doors[2].close()
-    assert "has ended: Rank 1 failed: its connection has ended" in str(found.find_gone())
-    doors[1].close()
-    gone = found.find_gone()
+    assert [one.number for one in living] == list(found._names) == [2, 3]
+    assert found.find_gone(within=WAIT) is None
+    living[1].leave()  # as one that is killed
+    gone = found.find_gone(within=WAIT)
     assert isinstance(gone, ServerFailedError)
-    assert str(gone) == "The parameter server 0 (process 11 at 127.0.0.1) has ended"
-    found.close()
+    assert str(gone) == (
+        "The parameter server 3 (process 13 at 127.0.0.1) shows no sign of life. Was its process killed or stopped?"
+    )
+    living[0].leave()
+    assert not [thread for thread in threading.enumerate() if thread.name == "bytescheduler-server-signs"]
 
 
-def test_connections_are_closed_where_servers_are_not_to_be_had() -> None:
-    store, door = dist.HashStore(), ServerPort("127.0.0.1")
-    sign_on(store, signed(door, version="0"))
+def test_a_server_that_ends_because_a_worker_has_died_is_not_to_blame() -> None:
+    store = dist.HashStore()
+    server = LivingServer(store, SignedOn(host="127.0.0.1"))
+    found = find(store, servers=1)
+    server.leave()
+    assert found.find_gone(within=WAIT) is None
+
+
+def test_servers_that_are_not_to_be_had() -> None:
+    store = dist.HashStore()
+    server = LivingServer(store, SignedOn(host="127.0.0.1", version="0"))
     with pytest.raises(RanksDifferError, match="parameter server 0"):
         find(store, servers=1)
-    with pytest.raises(SchedulerTimeoutError, match="1 of 2 parameter servers"):
+    with pytest.raises(SchedulerTimeoutError, match=r"\d of 2 parameter servers"):
         find(store, servers=2, timeout=0.0)
-    until(lambda: not door._known)
-    door.close()
+    server.leave()
 
 
-def test_a_server_takes_up_a_fit_that_has_all_its_servers() -> None:
-    store, door = dist.HashStore(), ServerPort("127.0.0.1")
+def test_a_server_takes_up_a_fit_that_has_its_servers() -> None:
+    store = dist.HashStore()
     assert begun_after(store, 0) is None
-    with pytest.raises(SchedulerTimeoutError):
-        find(store, servers=1, timeout=0.0)
-    assert begun_after(store, 0) is None, "it has none"
-    sign_on(store, door.own)
-    find(store, fit=2, servers=1).close()
+    store.set("begun", announced(fit=2, servers=1).encode())
     assert begun_after(store, 0) == begun_after(store, 1) == announced(fit=2, servers=1)
     assert begun_after(store, 2) is None
-    door.close()
 
 
 def test_who_does_not_come_to_connect_is_named() -> None:
     store, fit = dist.HashStore(), announced(workers=2, servers=1)
-    with pytest.raises(SchedulerTimeoutError, match="1, 2 did not come"):
+    with pytest.raises(SchedulerTimeoutError, match="ranks 1, 2 of 3 did not join"):
         connect(store, fit, [], rank=0, **{**PATIENT, "wait": 0.0})
     with pytest.raises(RankFailedError, match="it is gone"):
         connect(store, fit, [], rank=1, **{**PATIENT, "failure": lambda: RankFailedError(2, "it is gone")})
@@ -289,48 +283,11 @@ def test_a_training_whose_first_rank_has_left_may_still_say_goodbye() -> None:
     assert server._failure is None
 
 
-def test_a_server_that_stands_still_is_told_from_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, door = dist.HashStore(), ServerPort("127.0.0.1")
-    sign_on(store, signed(door, pid=7))
-    found, late = find(store, servers=1), SchedulerTimeoutError("bucket 1 did not arrive in time.")
-    assert found.explain_timeout(late) is late, "it waits for nothing"
-    door.doing = lambda: Doing(lacks=(1, 3), since=12.3)
-    explained = found.explain_timeout(late)
-    assert str(explained).endswith("has waited for 12 s for what rank 1, 3 pushes.")
-    assert found.explain_timeout(explained) is explained
-    unrelated = ValueError("timed out")
-    assert found.explain_timeout(unrelated) is unrelated
-    monkeypatch.setattr(server_meeting, "_ANSWERS_S", 0.2)
-    go_on = threading.Event()
-    door._loop.call_soon_threadsafe(go_on.wait, WAIT)  # as a process that was stopped
-    silent = found.explain_timeout(late)
-    go_on.set()
-    assert isinstance(silent, ServerFailedError)
-    assert "parameter server 0 (process 7 at 127.0.0.1) is silent" in str(silent)
-    assert silent.__cause__ is late
-    found.close()
-    door.close()
-
-
-def test_a_server_knows_whose_push_is_missing() -> None:
-    groups = world(3)
-    server, sides = SummingServer(groups[3], range(3)), with_servers(groups)
-    assert not server.waits_for[0]
-    started = [sides[rank].reduce(groups[rank], torch.ones(5), 1, 1 / 3) for rank in (0, 2)]
-    until(lambda: server.waits_for[0] == (1,))
-    started.append(sides[1].reduce(groups[1], torch.ones(5), 1, 1 / 3))
-    for one in started:
-        one.works[0].wait()
-    assert not server.waits_for[0]
-    leave(sides)
-    await_goodbyes([server], lambda: False)
-
-
 def test_a_worker_that_dies_while_all_connect_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the time to connect in is not that of messages."""
     monkeypatch.setattr(server_meeting, "_CONNECTING_S", 1.0)
     store, fit = dist.HashStore(), announced(workers=2, servers=0)
-    store.set("fit/1/here/0", "")
+    store.set("fit/1/here/0", Introduction(rank=0, facts={}).encode())
     with pytest.raises(RuntimeError, match="imeout"):
         connect(store, fit, [fit.rail(0, 1)], rank=1, **{**PATIENT, "timeout": timedelta(days=30)})
     groups = world(1)
@@ -375,7 +332,7 @@ def test_a_worker_whose_other_one_dies_does_not_wait_for_its_own_server_forever(
     server = _Dies(group, (0, 1), own=0)
     own = server.push_own(1, torch.ones(4))
     group.dies.set()
-    assert own._ended.wait(WAIT)
+    assert own.known.wait(WAIT)
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         own.wait()
     server.stop(WAIT)

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -336,12 +337,13 @@ def fit_with_late_counts(rank: int) -> tuple[list[bool], int]:
     """
     ended = [threading.Event() for _ in range(_STEPS)]
     held: list[bool] = []
-    wait_unless = number_exchange.wait_unless
+    wait_in_slices = number_exchange.wait_in_slices
 
-    def wait_late(*arguments: Any, **options: Any) -> None:
-        wait_unless(*arguments, **options)
+    def wait_late(*arguments: Any, **options: Any) -> bool:
+        arrived: bool = wait_in_slices(*arguments, **options)
         first = not held  # which waits for its gradients
         held.append(first or ended[len(held)].wait(WAIT))
+        return arrived
 
     def made() -> TellsBackward:
         model = TellsBackward(dropout=0.0)
@@ -349,7 +351,7 @@ def fit_with_late_counts(rank: int) -> tuple[list[bool], int]:
         return model
 
     recipe = Recipe(model=made, steps=_STEPS)
-    with patch.object(number_exchange, "wait_unless", wait_late):
+    with patch.object(number_exchange, "wait_in_slices", wait_late):
         outcome = train(rank, recipe, Run(options={**SIZES, "weighting": "samples"}, network="plain"))
     assert outcome.statistics is not None
     return held, outcome.statistics.overlapped_steps
@@ -369,10 +371,13 @@ def test_an_exchange_that_fails_says_so_and_ends() -> None:
         said.append(error)
         told.set()
 
-    broken = SimpleNamespace(is_completed=lambda: True, wait=lambda: (_ for _ in ()).throw(RuntimeError("gone")))
+    broken = SimpleNamespace(is_completed=lambda: True, wait=lambda *_: (_ for _ in ()).throw(RuntimeError("gone")))
     group: Any = SimpleNamespace(size=lambda: 2, allgather=lambda *_: broken)
-    with patch.object(number_exchange, "leave", lambda *_, **__: None):
-        exchange = NumberExchange(group, 1, on_error=note)
+    with (
+        patch.object(number_exchange, "leave", lambda *_, **__: None),
+        patch.object(dist, "new_group", lambda **_: group),
+    ):
+        exchange = NumberExchange(on_error=note)
         numbers = exchange.post([3])
         assert told.wait(WAIT)
         assert str(said[0]) == "gone"

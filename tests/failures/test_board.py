@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,11 +28,10 @@ LATE = RuntimeError("[/src/gloo/unbound_buffer.cc:78] Timed out waiting 3000ms f
 class Scheduler:
     """What a board watches."""
 
-    def __init__(self, phase: str = "in training_step, step 4", steps: int = 3) -> None:
+    def __init__(self, steps: int = 3) -> None:
         self.failed_with: BaseException | None = None
         self.faults: list[tuple[RankFailedError, int | None]] = []
         self.told = threading.Event()
-        self._phase = phase
         self._steps = steps
 
     def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
@@ -42,9 +40,6 @@ class Scheduler:
 
     def own_failure(self) -> BaseException | None:
         return self.failed_with
-
-    def phase(self) -> str:
-        return self._phase
 
     def steps_handed_over(self) -> int:
         return self._steps
@@ -131,8 +126,7 @@ def test_a_rank_that_has_met_the_others_and_dies_before_its_first_sign_is_found(
     board: MakeBoard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(board_module, "NATIVE_S", 0.5)
-    waiting = board(0)
-    waiting.all_came = True
+    waiting = board(0, all_came=True)
     until(waiting.no_hope)
     assert str(waiting.no_hope()) == "Rank 1 failed: it shows no sign of life"
 
@@ -172,7 +166,7 @@ def test_a_rank_that_has_not_come_yet_has_not_failed(board: MakeBoard, monkeypat
     looked: set[float] = set()
     while len(looked) < 4:
         assert waiting.no_hope() is None
-        looked.add(waiting._signs._looked_at)
+        looked.add(waiting._signs.looked_at)
         time.sleep(0.01)
     assert waiting.fault is None
 
@@ -201,18 +195,18 @@ def test_a_failure_of_the_schedulers_own_threads_is_published_without_being_aske
     assert str(other.fault) == "Rank 1 failed: LaunchOrderError: different programs"
 
 
-def test_patience_lets_the_others_go_on_for_a_while(board: MakeBoard, monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead = [0.0]
-    monkeypatch.setattr(board_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0]))
+def test_ranks_that_end_by_themselves_are_not_stopped(board: MakeBoard) -> None:
     leaving, other, scheduler = board(1), board(0), Scheduler()
     other.watch(scheduler)
     start = time.monotonic()
-    assert leaving.publish(SystemExit(), patience=1000.0)
+    assert leaving.publish(SystemExit(), orderly=True)
     assert time.monotonic() - start < PATIENCE_S  # it does not wait for the others
-    until(lambda: other.fault)  # it would be named, if anything broke meanwhile
-    assert not scheduler.told.wait(0.5)
-    ahead[0] = 1001.0
-    assert scheduler.told.wait(PATIENCE_S)
+    until(lambda: other.fault)  # it would be named, if anything broke
+    beats = {other._signs._told.sign.beat}
+    while len(beats) < 4:
+        beats.add(other._signs._told.sign.beat)
+        time.sleep(0.01)
+    assert not scheduler.told.is_set()
 
 
 def test_a_rank_without_a_sign_of_life_is_named_to_all(board: MakeBoard) -> None:
@@ -227,7 +221,7 @@ def test_a_rank_without_a_sign_of_life_is_named_to_all(board: MakeBoard) -> None
     assert str(second.diagnose(BROKEN)) == str(found)
 
 
-def test_several_ranks_without_a_sign_of_life_are_named_once_it_is_certain(board: MakeBoard) -> None:
+def test_several_ranks_without_a_sign_of_life_are_named(board: MakeBoard) -> None:
     found = board(0, world_size=3).diagnose(BROKEN)
     assert str(found).startswith("Rank 1 failed: it shows no sign of life (nor do ranks 2)")
 
@@ -244,23 +238,23 @@ def test_errors_that_are_no_consequence_are_not_looked_into(board: MakeBoard, mo
     assert board(0).explain(own) is own
 
 
-def has_told(store: dist.TCPStore, rank: int, phase: str) -> bool:
-    return store.check([f"signs/{rank}"]) and phase in store.get(f"signs/{rank}").decode()
+def has_told(store: dist.TCPStore, rank: int, place: str) -> bool:
+    return store.check([f"signs/{rank}"]) and place in store.get(f"signs/{rank}").decode()
 
 
 @pytest.mark.parametrize("error", [LATE, SchedulerTimeoutError("bucket 3 did not finish within 3 s.")])
 def test_a_timeout_says_where_the_ranks_are(board: MakeBoard, store: dist.TCPStore, error: BaseException) -> None:
     ranks = [board(rank, world_size=3) for rank in range(3)]
-    phases = ("in training_step, step 4", "in training_step, step 3", "in setup")
-    for each, phase in zip(ranks[:2], phases, strict=False):
-        each.watch(Scheduler(phase))
-    for rank, phase in enumerate(phases):
-        until(partial(has_told, store, rank, phase))
+    places = ("in training_step, step 4", "in training_step, step 3", "")
+    for each, place in zip(ranks[:2], places, strict=False):
+        each.watch(Scheduler(), partial(standstill.Standing, place=place))
+    for rank, place in enumerate(places):
+        until(partial(has_told, store, rank, place))
     explained = ranks[0].explain(error)
     assert isinstance(explained, SchedulerTimeoutError)
     assert str(explained).endswith(
-        "Where the ranks are: rank 0: in training_step, step 4; rank 1: in training_step, step 3; rank 2: in setup. "
-        "The strategy's timeout allows more."
+        "Where the ranks are: rank 0 is in training_step, step 4; rank 1 is in training_step, step 3; rank 2 is in "
+        "setup. The strategy's timeout allows more."
     )
     assert ranks[0].explain(explained) is explained  # once is enough
     ranks[1].publish(ValueError("boom"))
@@ -306,7 +300,7 @@ def test_ranks_wait_for_each_other_at_a_place_that_all_reach(board: MakeBoard) -
 
 
 def test_the_host_of_the_store_leaves_last(board: MakeBoard) -> None:
-    host, other = board(0, hosts_store=True), board(1)
+    host, other = board(0), board(1)
     leaving = threading.Thread(target=host.close, args=(2 * PATIENCE_S,))
     leaving.start()
     leaving.join(0.5)
@@ -317,7 +311,7 @@ def test_the_host_of_the_store_leaves_last(board: MakeBoard) -> None:
 
 
 def test_the_host_of_the_store_does_not_wait_for_the_dead(board: MakeBoard) -> None:
-    host = board(0, hosts_store=True)
+    host = board(0)
     host.diagnose(BROKEN)
     start = time.monotonic()
     assert host.close(2 * PATIENCE_S)
@@ -325,10 +319,12 @@ def test_the_host_of_the_store_does_not_wait_for_the_dead(board: MakeBoard) -> N
 
 
 @pytest.mark.usefixtures("nobody_is_silent")
-def test_the_host_of_the_store_waits_longer_for_the_living(board: MakeBoard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_of_the_store_waits_for_the_living_after_a_failure(
+    board: MakeBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(board_module, "_LINGER_S", 0.3)
-    host, other = board(0, hosts_store=True), board(1)
-    host.publish(ValueError("boom"), patience=30.0)  # the other takes its time
+    host, other = board(0), board(1)
+    host.publish(ValueError("boom"))  # the other takes its time
     leaving = threading.Timer(1.0, other.close)
     leaving.start()
     assert host.close(PATIENCE_S)

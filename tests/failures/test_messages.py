@@ -14,7 +14,7 @@ CLOSED = (
 
 
 def test_what_was_written_is_read() -> None:
-    notice = FaultNotice(rank=3, cause='ValueError: "ä"\n', by=1, patience=2.5, step=7)
+    notice = FaultNotice(rank=3, cause='ValueError: "ä"\n', by=1, orderly=True, step=7)
     assert FaultNotice.decode(notice.encode().encode()) == notice
 
 
@@ -27,9 +27,9 @@ def test_a_newer_ranks_notice_is_read_and_a_damaged_one_is_not() -> None:
 
 def test_a_rank_reports_its_own_failure_or_that_of_another() -> None:
     own = FaultNotice.of(KeyboardInterrupt(), by=2, step=4)
-    assert (own.rank, own.cause, own.self_reported, own.step) == (2, "KeyboardInterrupt", True, 4)
+    assert (own.rank, own.cause, own.by, own.step) == (2, "KeyboardInterrupt", 2, 4)
     found = FaultNotice.of(RankFailedError(0, "it is gone"), by=2, step=4)
-    assert (found.rank, found.cause, found.self_reported, found.step) == (0, "it is gone", False, None)
+    assert (found.rank, found.cause, found.by, found.step) == (0, "it is gone", 2, None)
     assert str(found.as_error()) == "Rank 0 failed: it is gone"
 
 

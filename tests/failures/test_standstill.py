@@ -19,15 +19,16 @@ from lightning_bytescheduler.failures.standstill import (
     find_standstill,
     wait_of,
     waiting,
+    whereabouts,
 )
 
-TRAINS = Standing(place="in epoch 0, batch 4", steps=3, launched=20, batches=4, epoch_batches=4, launched_at_batch=20)
+TRAINS = Standing(place="in epoch 0, batch 4", steps=3, launched=20, batches=4, epoch_batches=4)
 GRADIENTS = replace(TRAINS, steps=4, awaited_step=4)  # waits for those of the step it has handed over
-BEHIND = replace(TRAINS, batches=3, epoch_batches=3, launched_at_batch=18, launched=19)
+BEHIND = replace(TRAINS, batches=3, epoch_batches=3, launched=19)
 COLLECTIVE = replace(BEHIND, collective="all_reduce", launched=21)
-NEXT_BATCH = replace(BEHIND, collective="broadcast", begins_batch=True, launched=21)
+NEXT_BATCH = replace(TRAINS, collective="broadcast", begins_batch=True)
 ENDED = replace(BEHIND, ended=True)
-AHEAD = replace(TRAINS, collective="broadcast", begins_batch=True, outside=True)  # the fifth
+AHEAD = replace(NEXT_BATCH, batches=5, epoch_batches=5)
 
 
 def test_it_travels_as_text() -> None:
@@ -38,8 +39,6 @@ def test_it_travels_as_text() -> None:
     ("one", "other"),
     [
         (GRADIENTS, COLLECTIVE),  # each can go on only after the other
-        (GRADIENTS, replace(COLLECTIVE, launched=20)),  # what this one passed was what begins a batch
-        (GRADIENTS, NEXT_BATCH),
         (COLLECTIVE, replace(COLLECTIVE, collective="barrier")),
         (COLLECTIVE, NEXT_BATCH),
         (GRADIENTS, ENDED),
@@ -64,6 +63,8 @@ def test_ranks_that_wait_for_each_other(one: Standing, other: Standing) -> None:
         (GRADIENTS, TRAINS),  # slow, or at a breakpoint
         (GRADIENTS, replace(TRAINS, place="in validation")),  # a long validation on one rank
         (GRADIENTS, GRADIENTS),  # a slow network
+        (GRADIENTS, NEXT_BATCH),  # this one has begun that batch
+        (GRADIENTS, replace(COLLECTIVE, launched=20)),
         (GRADIENTS, replace(COLLECTIVE, steps=4)),  # the gradients are on their way, and this one comes next
         (replace(GRADIENTS, awaited_step=3), replace(GRADIENTS, steps=3, awaited_step=3)),
         (COLLECTIVE, COLLECTIVE),
@@ -93,7 +94,7 @@ def test_whoever_computes_may_still_come() -> None:
 
 
 def test_who_begins_the_last_batch_has_not_fewer() -> None:
-    last = replace(AHEAD, batches=3, epoch_batches=3, is_last=True)
+    last = replace(NEXT_BATCH, is_last=True)
     found = find_standstill({0: COLLECTIVE, 1: last, 2: last})
     assert found is not None
     assert "in different places" in found
@@ -103,15 +104,13 @@ def test_who_begins_the_last_batch_has_not_fewer() -> None:
     ("one", "other", "uneven"),
     [
         (NEXT_BATCH, ENDED, True),
-        (GRADIENTS, replace(COLLECTIVE, is_last=True, through=True), True),
+        (GRADIENTS, replace(COLLECTIVE, is_last=True), True),
         (NEXT_BATCH, replace(COLLECTIVE, is_last=True), True),
-        (GRADIENTS, replace(COLLECTIVE, last_epoch=3), False),
-        (replace(GRADIENTS, last_epoch=4), replace(COLLECTIVE, last_epoch=3), True),
         (replace(GRADIENTS, expected=8), replace(COLLECTIVE, expected=7), True),
         (replace(GRADIENTS, expected=8), COLLECTIVE, False),
         (GRADIENTS, COLLECTIVE, False),
         # The next epoch is not uneven data.
-        (replace(NEXT_BATCH, epoch=1, epoch_batches=0), replace(COLLECTIVE, is_last=True, through=True), False),
+        (replace(NEXT_BATCH, epoch=1, epoch_batches=1), replace(COLLECTIVE, is_last=True), False),
     ],
 )
 def test_uneven_data_is_told_from_skipped_collectives(one: Standing, other: Standing, uneven: bool) -> None:
@@ -125,27 +124,26 @@ def test_uneven_data_is_told_from_skipped_collectives(one: Standing, other: Stan
 @pytest.mark.parametrize(("batches", "stopped"), [(3, True), (12, False)])
 def test_a_rank_that_stopped_by_itself_is_told_from_one_without_data(batches: int, stopped: bool) -> None:
     ended = replace(ENDED, batches=batches, epoch_batches=batches, expected=12)
-    standstill = find_standstill({0: replace(NEXT_BATCH, batches=batches, expected=12), 1: ended})
+    standstill = find_standstill({0: replace(NEXT_BATCH, batches=batches + 1, expected=12), 1: ended})
     assert standstill is not None
     assert ("trainer.should_stop" in standstill) == stopped
 
 
 def test_each_rank_is_described() -> None:
     waits = replace(GRADIENTS, place="in epoch 1, batch 4 (backward)", epoch=1, expected=9)
-    validates = replace(
-        COLLECTIVE, place="in batch 2 of the validation (on_validation_epoch_end)", is_last=True, through=True
-    )
+    validates = replace(COLLECTIVE, place="in batch 2 of the validation (on_validation_epoch_end)", is_last=True)
     assert waits.describe() == (
         "is in epoch 1, batch 4 (backward), waits for the gradients of step 4 "
         "(has begun 4 of 9 batches of epoch 1, 4 in all, and handed over 4 gradients)"
     )
     assert validates.describe() == (
         "is in batch 2 of the validation (on_validation_epoch_end), waits in all_reduce, collective 21 of the default "
-        "group (has ended epoch 0 after 3 batches, 3 in all, and handed over 3 gradients)"
+        "group (has begun 3 batches of epoch 0, 3 in all, and handed over 3 gradients)"
     )
     assert NEXT_BATCH.describe().startswith(
         "is in epoch 0, batch 4, waits for the others to begin its batch 4 of epoch 0 ("
     )
+    assert Standing().describe() == "is in setup"
     assert ENDED.describe() == "has ended the fit after 3 batches, 3 of epoch 0"
 
 
@@ -211,7 +209,8 @@ def seen_after(
     while clock.now < start + limit:
         if beats:
             other.beat()
-        if own.beat(replace(WAITING, **changes), examine=examine) is not None:
+        own.give(replace(WAITING, **changes))
+        if own.watch(examine=examine) is not None:
             return clock.now - start
         clock.now += 0.25
     return None
@@ -234,15 +233,6 @@ def test_every_change_begins_it_anew(clock: Clock) -> None:
     assert after is not None
     assert after >= 2.9
     assert seen_after(clock, own, other, limit=2.9, launched=19) is None
-
-
-def test_words_of_a_scheduler_are_no_change(clock: Clock) -> None:
-    own, other = signs()
-    for words in "abcdefghij":
-        other.tell(replace(IN_BARRIER, doing=words))
-        if (found := seen_after(clock, own, other, limit=0.5, doing=words)) is not None:
-            break
-    assert found is not None
 
 
 def test_a_rank_without_a_beat_is_not_believed(clock: Clock) -> None:
@@ -281,32 +271,58 @@ def test_a_standstill_is_found_while_somebody_examines(clock: Clock) -> None:
 
 def test_who_examines_gets_to_know_what_all_told_last(clock: Clock) -> None:
     own, other = signs()
-    own.beat(WAITING, examine=True)
+    own.give(WAITING)
+    own.look()
     assert own.standings() == {}
-    other.tell(replace(IN_BARRIER, doing="sending", place="in epoch 0, batch 3"))
-    own.beat(WAITING, examine=True)
-    assert own.standings() == {0: WAITING, 1: replace(IN_BARRIER, doing="sending", place="in epoch 0, batch 3")}
-    assert own.whereabouts().endswith("rank 1: sending, in epoch 0, batch 3")
+    there = replace(IN_BARRIER, place="in epoch 0, batch 3")
+    other.tell(there)
+    own.look()
+    assert own.standings() == {0: WAITING, 1: there}
+    assert "; rank 1 is in epoch 0, batch 3, waits in barrier" in whereabouts(own.standings())
 
 
 def test_a_rank_is_silent_when_it_has_missed_five_beats(clock: Clock) -> None:
     own, other = signs()
-    idle = replace(WAITING, awaited_step=0)
     for _ in range(4):  # late, but not silent
         other.beat()
         for _ in range(5):
-            own.beat(idle, examine=True)
+            own.look()
             assert own.silent() == []
             clock.now += 0.25
-    own.beat(idle, examine=True)
+    own.look()
     assert own.silent() == []
     clock.now += 0.25
-    own.beat(idle, examine=True)
+    own.look()
     assert own.silent() == [1]
     assert own.silent(at_least=2.0) == []
     other.beat()
-    own.beat(idle, examine=True)
+    own.look()
     assert own.silent() == []
+
+
+def test_who_was_silent_first_is_named_first(clock: Clock) -> None:
+    store = dist.HashStore()
+    own = VitalSigns(store, 0, [1, 2], 0.25)
+    for beat in range(1, 40):
+        for rank, lives in ((1, beat < 12), (2, beat < 4)):
+            if lives:
+                store.set(f"signs/{rank}", Sign(beat=beat).encode())
+        own.look()
+        clock.now += 0.25
+    assert own.silent() == [2, 1]
+
+
+def test_one_that_has_left_is_not_silent_and_says_why(clock: Clock) -> None:
+    store = dist.HashStore()
+    own = VitalSigns(store, 0, [1, 2], 0.25)
+    for rank, why in ((1, ""), (2, "boom")):
+        VitalSigns(store, rank).give(Standing(place=why), left=True)
+    for _ in range(10):
+        own.look()
+        clock.now += 0.25
+    assert own.silent() == []
+    assert own.left == {1: "", 2: "boom"}
+    assert own.live(clock.now) == [1, 2]
 
 
 # What a thread waits in.
@@ -316,8 +332,8 @@ def test_a_thread_says_what_it_waits_in() -> None:
     thread = threading.get_ident()
     with waiting("all_reduce"):
         assert wait_of(thread) == Wait("all_reduce")
-        with waiting("broadcast", begins_batch=True, outside=True):
-            assert wait_of(thread) == Wait("broadcast", begins_batch=True, outside=True)
+        with waiting("broadcast", begins_batch=True):
+            assert wait_of(thread) == Wait("broadcast", begins_batch=True)
         assert wait_of(thread) == Wait("all_reduce")
         assert wait_of(0) is None
     assert wait_of(thread) is None

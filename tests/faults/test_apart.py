@@ -52,10 +52,8 @@ def test_one_batch_more_is_named_with_the_counts_and_the_ways_out(nursery: Nurse
     at_the_end: Case = ({}, {1: {"batches": 5}})  # the other one has trained all it has
     as_ddp: Case = ({"stream": True, "mode": "ddp", "epochs": 2}, {0: {"batches": 3}})
     ended, drifted = run(nursery, tmp_path, at_the_end, as_ddp)
-    check(
-        ended, UNEVEN, "has ended epoch 0 after 4 batches, 4 in all", "has begun 4 of 5 batches of epoch 0", *WAYS_OUT
-    )
-    check(drifted, UNEVEN, "has ended epoch 1 after 3 batches, 6 in all", *WAYS_OUT)
+    check(ended, UNEVEN, "has begun 4 of 4 batches of epoch 0", "has begun 5 of 5 batches of epoch 0", *WAYS_OUT)
+    check(drifted, UNEVEN, "has begun 3 batches of epoch 1, 6 in all", *WAYS_OUT)
 
 
 @pytest.mark.slow
@@ -68,10 +66,10 @@ def test_one_batch_more_is_named_at_a_checkpoint_and_with_accumulation(nursery: 
     accumulates: Case = ({"accumulate": 4}, {1: {"batches": 3}})
     by_samples: Case = ({"weighting": "samples"}, {1: {"batches": 3}})
     saving, accumulating, weighted = run(nursery, tmp_path, at_a_checkpoint, accumulates, by_samples)
-    check(saving, UNEVEN, "has ended epoch 0 after 4 batches", "waits in all_reduce", *WAYS_OUT)
+    check(saving, UNEVEN, "has begun 4 batches of epoch 0", "waits in all_reduce", *WAYS_OUT)
     check(saving, "to begin its batch 5 of epoch 0")
     check(accumulating, UNEVEN)
-    check(weighted, UNEVEN, "has ended epoch 0 after 3 batches, 3 in all", *WAYS_OUT)
+    check(weighted, UNEVEN, "has begun 3 of 3 batches of epoch 0, 3 in all", *WAYS_OUT)
 
 
 def test_a_collective_of_one_rank_alone_is_named_with_its_place(nursery: Nursery, tmp_path: Path) -> None:

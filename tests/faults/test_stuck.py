@@ -21,7 +21,8 @@ def test_a_rank_that_never_comes_back_ends_all_after_the_timeout(nursery: Nurser
     for survivor in survivors:
         assert survivor.stamp("AFTER_FAILURE") is not None, survivor.log
     assert any(
-        "SchedulerTimeoutError: " in each.log and "rank 1: in training_step, step 3" in each.log for each in survivors
+        "SchedulerTimeoutError: " in each.log and "rank 1 is in epoch 0, batch 3 (training_step)" in each.log
+        for each in survivors
     )
     # And the one that sleeps is told before it is ended.
     assert "did not come back within 2 s, so its process is ended. It was at:" in ranks[1].log

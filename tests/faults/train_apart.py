@@ -96,15 +96,14 @@ class Model(LightningModule):
 
 def told(batches: int) -> threading.Event:
     """Set once this rank has told the others that it has begun so many batches."""
-    beat, told = VitalSigns.beat, threading.Event()
+    give, told = VitalSigns.give, threading.Event()
 
-    def telling(signs: VitalSigns, standing: Standing, **options: Any) -> Any:
-        found = beat(signs, standing, **options)
+    def telling(signs: VitalSigns, standing: Standing, **options: Any) -> None:
+        give(signs, standing, **options)
         if standing.epoch_batches >= batches:
             told.set()
-        return found
 
-    VitalSigns.beat = telling  # type: ignore[method-assign, assignment]
+    VitalSigns.give = telling  # type: ignore[method-assign, assignment]
     return told
 
 

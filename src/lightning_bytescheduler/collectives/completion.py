@@ -6,6 +6,10 @@ point-to-point messages cannot be awaited in slices: to stop the thread while it
 are broken. For operations with a second half there is one more thread, ``bytescheduler-completion-2``, which waits for
 these while the first goes on.
 
+An operation that must be encoded first is awaited from its launch on (``Coming``). So results are handled in launch
+order, which is the same on all ranks. Otherwise a rank could wait for a younger collective for which others have no
+credit yet, while they wait for the second half of an older one.
+
 Why no rank waits forever, also where an operation has a second half that this thread begins: take the oldest operation
 whose first half has not been handled on all ranks. Second halves of all older ones have been sent, as they begin when
 the first half is handled. So older ones end on every rank and return credit to launch this one. On each rank, only the
@@ -24,7 +28,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_bytescheduler.collectives.operations import StartedOperation
+from lightning_bytescheduler.collectives.operations import Coming, StartedOperation
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.failures.messages import brief, is_communication_error, is_timeout
 from lightning_bytescheduler.failures.standstill import break_connections
@@ -33,34 +37,8 @@ from lightning_bytescheduler.scheduler.threads import start_thread
 
 __all__ = ["CompletionThread", "naming", "wait_in_slices"]
 
-_WAIT_SLICE = timedelta(seconds=0.5)
-
-
-class Place:
-    """A place in the order of waiting, reserved at launch for an operation that must be encoded first.
-
-    So results are handled in launch order, which is the same on all ranks. Otherwise a rank could wait for a younger
-    collective for which others have no credit yet, while they wait for the second half of an older one.
-    """
-
-    def __init__(self) -> None:
-        self._filled = threading.Event()
-        self._started: StartedOperation | None = None
-
-    def fill(self, started: StartedOperation | None) -> None:
-        """Set the started operation; ``None`` if it will never start."""
-        self._started = started
-        self._filled.set()
-
-    def take(self, stopping: threading.Event) -> StartedOperation | None:
-        """Wait for the started operation; ``None`` if there will be none, or ``stopping`` is set."""
-        while not self._filled.wait(_WAIT_SLICE.total_seconds()):
-            if stopping.is_set():
-                return None
-        return self._started
-
-
-Pending = tuple[StartedOperation | Place, SubCommTask]
+_SLICE_S = 0.5
+_WAIT_SLICE = timedelta(seconds=_SLICE_S)
 
 
 def wait_in_slices(work: dist.Work, stopping: threading.Event) -> bool:
@@ -104,19 +82,13 @@ class CompletionThread:
         self._group = group
         self._awaited: dist.ProcessGroup | None = None  # the group of the message that is waited for
         self._seconds: CompletionThread | None = None  # waits for second halves, while this one goes on
-        self._pending: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[tuple[StartedOperation, SubCommTask] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = start_thread(name, self._run)
 
     def watch(self, started: StartedOperation, sub_task: SubCommTask) -> None:
         """Notify ``sub_task`` when ``started`` is done."""
         self._pending.put((started, sub_task))
-
-    def reserve(self, sub_task: SubCommTask) -> Place:
-        """Reserve a place in launch order for an operation that starts later; see :class:`Place`."""
-        place = Place()
-        self._pending.put((place, sub_task))
-        return place
 
     def stop(self, timeout: float) -> bool:
         """End the thread without finishing its work; returns whether it ended within ``timeout`` seconds."""
@@ -125,7 +97,7 @@ class CompletionThread:
         deadline = time.monotonic() + timeout
         # More than once: a connection that is ending already does not end the others.
         while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
-            self._thread.join(min(left, 2 * _WAIT_SLICE.total_seconds()))
+            self._thread.join(min(left, 2 * _SLICE_S))
             if self._thread.is_alive() and (awaited := self._awaited) is not None:
                 break_connections(awaited)
         seconds = self._seconds is None or self._seconds.stop(max(0.1, deadline - time.monotonic()))
@@ -138,11 +110,6 @@ class CompletionThread:
             if item is None:
                 return
             started, sub_task = item
-            if isinstance(started, Place):
-                taken = started.take(self._stopping)
-                if taken is None:
-                    continue  # its sub-task has failed, or None is next
-                started = taken
             if failed is None:
                 try:
                     outcome = self._await(started, sub_task)
@@ -178,6 +145,8 @@ class CompletionThread:
         self._awaited = group
         try:
             for work in works:
+                while isinstance(work, Coming) and not self._stopping.is_set() and not work.known.wait(_SLICE_S):
+                    pass
                 if self._stopping.is_set():
                     return False
                 work.wait()  # ends with the group's timeout, or when stop() breaks the group's connections

@@ -5,10 +5,9 @@ SIGTERM broadcast use it, and would interleave differently on each rank or wait 
 
 Every rank makes these groups in this order. *data* carries gradients on the default group's backend; only the holder of
 the core's launching lock uses it. *control* carries launch decisions on gloo; the holder of the launching lock uses it
-on rank 0, the follower thread on the others. With weights by samples there is *counts*, on gloo, used by the training
-thread only. On links with high latency there is a second lane for gradients, made when the link is known
-(:func:`create_overtaking`) and used like the data group. Only one thread at a time launches on a group, in the order of
-the core, so each group sees one order per rank.
+on rank 0, the follower thread on the others. On links with high latency there is a second lane for gradients, made when
+the link is known (:func:`create_overtaking`) and used like the data group. Only one thread at a time launches on a
+group, in the order of the core, so each group sees one order per rank.
 
 *Which network interface gloo uses.* Gloo listens at the address to which the machine's own name resolves. If that is a
 loopback address, as on Debian and Ubuntu, ranks on other machines cannot connect. On one network, the interface that
@@ -69,7 +68,6 @@ class SchedulerGroups:
     """The scheduler's groups over all ranks.
 
     Attributes:
-        counts: Carries each rank's number of samples; gloo. ``None`` if samples are not counted.
         reports: Carries each rank's list of submitted collectives, if other code's collectives are ordered; gloo.
         by_host: Whether gradients travel from host memory wherever they live, see ``device_streams.py``; the data group
             is then gloo.
@@ -79,7 +77,6 @@ class SchedulerGroups:
     control: dist.ProcessGroup
     rank: int
     world_size: int
-    counts: dist.ProcessGroup | None = None
     reports: dist.ProcessGroup | None = None
     by_host: bool = False
 
@@ -88,7 +85,6 @@ class SchedulerGroups:
         cls,
         *,
         timeout: timedelta | None,
-        counts: bool = False,
         routed_on: torch.device | None = None,
         by_host: bool = False,
     ) -> SchedulerGroups:
@@ -96,7 +92,6 @@ class SchedulerGroups:
 
         Args:
             timeout: Longest time of one collective on gradients, and to connect; the backend's default if ``None``.
-            counts: Whether samples are counted; the same on all ranks.
             routed_on: Where gradients live, if other code's collectives must be ordered with them there, see
                 ``routing_group.py``; the same on all ranks.
             by_host: Whether gradients travel from host memory; the same on all ranks. Then nothing on a GPU needs to be
@@ -110,14 +105,12 @@ class SchedulerGroups:
         with short_turns():  # for gloo's threads
             data = dist.new_group(timeout=timeout, backend="gloo" if by_host else dist.get_backend())
             control = _patient_group(timeout)
-            counted = dist.new_group(timeout=timeout, backend="gloo") if counts else None
             reported = _patient_group(timeout) if routed else None
         return cls(
             data=data,
             control=control,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
-            counts=counted,
             reports=reported,
             by_host=by_host,
         )

@@ -4,8 +4,9 @@
 waits for posted numbers in order and notifies callers. It blocks inside ``Work.wait`` without the GIL, in slices, so
 that it ends when it is stopped or a rank has failed.
 
-Why messages match: only the training thread posts, on a group without other use, once at the same point of every batch.
-So the n-th message of a rank meets the n-th of every other.
+Why messages match: only the training thread posts, on a group without other use, in one order on all ranks. So the n-th
+message of a rank meets the n-th of every other. The group is gloo's, as reading numbers from a GPU's memory would wait
+for all work queued there.
 
 Lock order: posted numbers have their own lock, held only to read and to record; callbacks are called without it.
 
@@ -22,10 +23,7 @@ Why ranks agree:
   step of the next exchange from a message that all of them have read.
 * Values posted at one exchange take effect at the next one, in the same call on every rank. Rank 0 also applies the
   values of the message, not its newest ones.
-* A message is an all-reduce that keeps the minimum of each number. In place of rank 0's values the others send the
-  largest number that there is, so rank 0's values remain. Of observations the least of all ranks remains.
-* The messages travel on a group without other use, so they match by their number. It is gloo's, as reading numbers from
-  a GPU's memory would wait for all work queued there.
+* All ranks get the numbers of all, and use rank 0's values and the least of each observation.
 """
 
 from __future__ import annotations
@@ -38,14 +36,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from lightning_bytescheduler.collectives.completion import wait_in_slices
 from lightning_bytescheduler.collectives.groups import leave
-from lightning_bytescheduler.collectives.operations import ends_within, reduce_with, wait_unless
-from lightning_bytescheduler.scheduler.threads import WorkThread
+from lightning_bytescheduler.collectives.operations import ends_within
+from lightning_bytescheduler.scheduler.threads import WorkThread, short_turns
 
-MOST = 2**62
-"""The largest number that :class:`AgreedValues` exchanges."""
-
-_WAIT_SLICE = timedelta(milliseconds=200)
+_LOOK_EVERY_S = 0.2
 _ARRIVAL_S = 1.0
 
 
@@ -91,7 +87,7 @@ class PostedNumbers:
         Raises:
             BaseException: The result of ``failure``.
         """
-        while not self._known.wait(_WAIT_SLICE.total_seconds()):
+        while not self._known.wait(_LOOK_EVERY_S):
             cause = failure()
             if cause is not None:
                 raise cause
@@ -107,23 +103,23 @@ class PostedNumbers:
 
 
 class NumberExchange:
-    """One rank's end of the exchange.
+    """One rank's end of the exchange; every rank must construct it at the same point.
 
     Args:
-        failure: Called while waiting for another rank; returns the reason if it will not come.
+        timeout: Longest time of one exchange, and to connect; the backend's default if ``None``.
+        on_error: Called on the thread with the error that ends the exchange.
+        failure: Called at the end; returns the reason if the last numbers will not come.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        width: int,
         *,
-        on_error: Callable[[BaseException], object],
+        timeout: timedelta | None = None,
+        on_error: Callable[[BaseException], None],
         failure: Callable[[], BaseException | None] = lambda: None,
     ) -> None:
-        self._group: dist.ProcessGroup | None = group
-        self._size = group.size()
-        self._width = width
+        with short_turns():  # for gloo's threads
+            self._group: dist.ProcessGroup | None = dist.new_group(timeout=timeout, backend="gloo")
         self._on_error = on_error
         self._failure = failure
         self._stopping = threading.Event()
@@ -138,9 +134,9 @@ class NumberExchange:
         """
         if self._group is None:
             raise RuntimeError("Numbers were posted to an exchange that is closed.")
-        rows = list(torch.zeros(self._size, self._width, dtype=torch.int64).unbind())
+        rows = list(torch.zeros(self._group.size(), len(numbers), dtype=torch.int64).unbind())
         posted, self._last = PostedNumbers(), self._group.allgather([rows], [torch.tensor(numbers, dtype=torch.int64)])
-        self._thread.put(partial(self._await, self._last, rows, posted), self._failed)
+        self._thread.put(partial(self._await, self._last, rows, posted), self._on_error)
         return posted
 
     def close(self, timeout: float) -> None:
@@ -154,20 +150,9 @@ class NumberExchange:
         self._thread.stop(timeout, drop=True)
         leave(group, idle=last is None or last.is_completed())
 
-    def _why_not(self) -> BaseException | None:
-        return _Stopped() if self._stopping.is_set() else self._failure()
-
     def _await(self, work: dist.Work, rows: list[torch.Tensor], posted: PostedNumbers) -> None:
-        wait_unless(work, self._why_not, look_every=_WAIT_SLICE)
-        posted.arrive([row.tolist() for row in rows])
-
-    def _failed(self, error: BaseException) -> None:
-        if not isinstance(error, _Stopped):
-            self._on_error(error)
-
-
-class _Stopped(Exception):
-    """The exchange was closed."""
+        if wait_in_slices(work, self._stopping):
+            posted.arrive([row.tolist() for row in rows])
 
 
 class AgreedValues:
@@ -187,11 +172,12 @@ class AgreedValues:
     ) -> None:
         self._count = count
         self._failure = failure
-        self._decides = dist.get_rank() == 0
-        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
-        self._posted: tuple[dist.Work, torch.Tensor] | None = None
+        self._errors: list[BaseException] = []
+        self._exchange = NumberExchange(timeout=timeout, on_error=self._errors.append, failure=failure)
+        self._posted: PostedNumbers | None = None
         self._step = 0
         self._next_exchange = 0
+        self._closed = False
 
     def before_step(
         self, step: int, wanted: Sequence[int] | None = None, *, interval: int = 1, seen: Sequence[int] = ()
@@ -212,25 +198,23 @@ class AgreedValues:
             RuntimeError: If another rank is gone.
             BaseException: The result of ``failure``.
         """
-        if step <= self._step or self._group is None:
+        if step <= self._step or self._closed:
             return None
         self._step = step
         if step < self._next_exchange:
             return None
         agreed, apart = None, 1
         if self._posted is not None:
-            work, message = self._posted
-            wait_unless(work, self._failure, look_every=_WAIT_SLICE)
-            apart, *agreed = message.tolist()
+            self._posted.wait(lambda: self._errors[0] if self._errors else self._failure())
+            rows, first = self._posted.rows, 1 + self._count
+            least = [min(numbers) for numbers in zip(*rows, strict=True)]
+            apart, *agreed = rows[0][:first] + least[first:]
         self._next_exchange = step + apart
-        said = [interval, *(wanted or ())] if self._decides else [MOST] * (1 + self._count)
-        message = torch.tensor([*said, *seen], dtype=torch.int64, device="cpu")
-        self._posted = reduce_with(self._group, message, dist.ReduceOp.MIN), message
+        said = [interval, *wanted] if wanted else [interval] + [0] * self._count
+        self._posted = self._exchange.post([*said, *seen])
         return agreed
 
     def close(self) -> None:
         """Leave the group, within a second; idempotent. After a failure the last message may never come."""
-        group, self._group = self._group, None
-        if group is None:
-            return
-        leave(group, idle=ends_within(None if self._posted is None else self._posted[0], _ARRIVAL_S))
+        self._closed = True
+        self._exchange.close(_ARRIVAL_S)

@@ -15,6 +15,7 @@ The module also has two calls on groups that torch does not know by name, and wa
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,6 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from lightning_bytescheduler.exceptions import RankFailedError
 
 PATIENCE = timedelta(days=30)
 """Timeout of waits for messages that may come only after a long validation. A closed connection ends them anyway;
@@ -132,6 +135,33 @@ class Pull:
     def wait(self) -> bool:
         """See ``torch.distributed.Work``."""
         return self._work.wait(self._timeout)
+
+
+class Coming:
+    """A handle to wait for a result that another thread of this process makes, or begins.
+
+    Attributes:
+        known: Set once it is made or begun.
+    """
+
+    def __init__(self) -> None:
+        self.known = threading.Event()
+        self._failure: BaseException | None = None
+        self._then: Any = None
+
+    def end(self, failure: BaseException | None = None, then: Any = None) -> None:
+        """Complete it: with an error, or once ``then`` has ended."""
+        self._failure, self._then = failure, then
+        self.known.set()
+
+    def wait(self) -> bool:
+        """See ``torch.distributed.Work``; ends with the completing thread at the latest."""
+        self.known.wait()
+        if self._failure is not None:
+            # Gloo's own error about a rank is more specific, and is examined further.
+            cause = self._failure.__cause__ if isinstance(self._failure, RankFailedError) else None
+            raise cause or self._failure
+        return self._then is None or self._then.wait()
 
 
 Operation = Callable[[dist.ProcessGroup, torch.Tensor, int], StartedOperation]

@@ -37,12 +37,11 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.checks import require_one_of
 from lightning_bytescheduler.collectives.groups import abandon
-from lightning_bytescheduler.collectives.operations import PATIENCE, Pull, StartedOperation, scale
+from lightning_bytescheduler.collectives.operations import PATIENCE, Coming, Pull, StartedOperation, scale
 from lightning_bytescheduler.collectives.summing_server import (
     CLOSING,
     DTYPES,
     HEADER_TAG,
-    Coming,
     SendingTurns,
     SummingServer,
     turns_by_need,
@@ -89,16 +88,6 @@ class Placement:
     bytes_per_server: tuple[int, ...]
     nodes: Nodes = ()
 
-    @property
-    def fullest(self) -> float:
-        """The fullest server's bytes over its ideal; infinite if a server without a share has bytes.
-
-        Communication takes this many times the time of the formula.
-        """
-        ideal = [sum(self.bytes_per_server) * weight for weight in server_weights(self.workers, self.spare_servers)]
-        pairs = zip(self.bytes_per_server, ideal, strict=True)
-        return max((has / ideal if ideal else float("inf") for has, ideal in pairs if has), default=1.0)
-
     def __str__(self) -> str:
         total, names = sum(self.bytes_per_server) or 1, [f"spare server {k}" for k in range(self.spare_servers)]
         names += [f"server of {'node' if self.nodes else 'worker'} {n}" for n in range(self.workers)]
@@ -108,8 +97,7 @@ class Placement:
             for name, has, weight in zip(names, self.bytes_per_server, weights, strict=True)
             if has or weight
         ]
-        fullest = f"the fullest {self.fullest:.3f} times its ideal"
-        return "\n".join([f"placement {self.how!r}: {len(rows)} servers, {fullest}", *rows])
+        return "\n".join([f"placement {self.how!r}: {len(rows)} servers", *rows])
 
     @property
     def grouping(self) -> str:
@@ -282,10 +270,6 @@ class PushPull:
         header = torch.tensor([number, part.numel(), DTYPES.index(part.dtype)])
         self._pushes.put(part, server, number, self.group.send([header], server, HEADER_TAG))
         return pull
-
-    def expect(self, tensor: int, part: int) -> None:
-        """Set which part is started next; see :meth:`PlacedParts.expect`."""
-        self.shares.expect(tensor, part)
 
     def next_server(self, nbytes: int) -> int:
         """Return the server of the next part, as a rank in the group; see :meth:`PlacedParts.next`."""

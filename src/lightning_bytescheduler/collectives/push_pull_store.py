@@ -318,7 +318,7 @@ class PushPullStore:
 
     def _on_error(self, error: BaseException) -> BaseException:
         self._failed = True
-        cause = self._core.abort_cause or self._servers.find_gone() or self._servers.explain_timeout(error)
+        cause = self._core.abort_cause or self._servers.find_gone() or error
         if is_communication_error(cause):
             cause = RankFailedError(None, f"which one is not known; this broke here: {brief(error)}")
         if cause is not error:

@@ -23,15 +23,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.collectives.completion import CompletionThread, Place, naming
+from lightning_bytescheduler.collectives.completion import CompletionThread
 from lightning_bytescheduler.collectives.device_streams import DeviceStreams, PayloadCopies, ReadyMark
 from lightning_bytescheduler.collectives.operations import (
     Averaging,
+    Coming,
     Operation,
     StartedOperation,
     all_reduce,
@@ -137,13 +137,14 @@ class AllReduce:
         """Launch a sub-task whose data ``start`` encodes, on the codec thread; see :meth:`launch`."""
         self._started += 1
         group, completion = self._lanes[sub_task.lane]
-        place = completion.reserve(sub_task)
+        number, encoded, started = self._started, Coming(), list[StartedOperation]()
+        completion.watch(StartedOperation([encoded], lambda: started[0], messages=True), sub_task)
 
-        def fail(error: BaseException) -> None:
-            place.fill(None)  # also where the work has not begun: others wait behind it
-            sub_task.fail(self._on_error(naming(sub_task, error)))
+        def encode() -> None:
+            started.append(start(group, sub_task, number))
+            encoded.end()
 
-        self._codec.put(partial(_encode, partial(start, group, sub_task, self._started), place), fail)
+        self._codec.put(encode, encoded.end)
 
     # ------------------------------------------------------------------ results
 
@@ -240,7 +241,7 @@ class Served(AllReduce):
     ) -> None:
         """See :class:`AllReduce`."""
         self._started += 1
-        self._push_pull.expect(sub_task.parent.key.bucket, sub_task.index)
+        self._push_pull.shares.expect(sub_task.parent.key.bucket, sub_task.index)
         try:
             started = operation(self.group, part, self._started)
         except RuntimeError as error:
@@ -286,11 +287,3 @@ class OnDevice(AllReduce):
 
     def _waiting(self) -> list[CompletionThread | DeviceStreams]:
         return [self.streams]
-
-
-def _encode(start: Callable[[], StartedOperation], place: Place) -> None:
-    started = None
-    try:
-        started = start()
-    finally:
-        place.fill(started)

@@ -31,13 +31,11 @@ forever.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -47,7 +45,6 @@ from torch.distributed import distributed_c10d
 
 from lightning_bytescheduler.collectives.completion import wait_in_slices
 from lightning_bytescheduler.collectives.launch_order import DecidingOrder
-from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.failures.standstill import break_connections
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
@@ -80,7 +77,6 @@ KINDS = (
     "alltoall_base",
     "all_to_all_single",
     "barrier",
-    "coalesced",
 )
 """Ordered collectives; a decision carries the index in this tuple, so that differences between ranks are found."""
 
@@ -147,8 +143,6 @@ ROUTED_BACKENDS = {"nccl"}
 """Backends that need one order; tests add gloo."""
 
 _LOOK_S = 0.01
-_NO_LIMIT = timedelta(0)  # torch's value
-_IMPLICIT = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 Start = Callable[[dist.ProcessGroup], dist.Work]
 
@@ -165,6 +159,10 @@ class RoutingGroup(dist.ProcessGroup):
         core: Its abort ends all waits for a turn.
         order: The core's order; rank 0's is a :class:`DecidingOrder`.
         timeout: Longest wait for a turn, in seconds.
+
+    Attributes:
+        in_order: Whether collectives wait for their turn in rank 0's order; changed on all ranks at the same point of
+            their programs, as for a step taken as DDP's.
     """
 
     def __init__(
@@ -192,16 +190,15 @@ class RoutingGroup(dist.ProcessGroup):
         self._foreign = ForeignCollectives(core, self._report)
         self._core = core
         self._order = order
-        self._in_order = False
+        self.in_order = False
         self._calls = 0
         self._lock = threading.Lock()  # guards works under way, which any thread may begin
         self._under_way: deque[dist.Work] = deque()
-        self._coalescing = threading.local()
         self._said_sent: deque[dist.Work] = deque()
         self._heard = 0
         self._stopping = threading.Event()
         self._listener = WorkThread("reports")  # on rank 0
-        # Methods that are not overridden find the backends of the replaced group.
+        # Methods that are not overridden, as those for messages, find the backends of the replaced group.
         for kind in default._device_types:
             backend = default._get_backend(kind)
             self._register_backend(kind, _type_of(backend), backend)
@@ -238,7 +235,7 @@ class RoutingGroup(dist.ProcessGroup):
         deadline = time.monotonic() + timeout
         while not failed and not self.idle and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
-        self._in_order = False
+        self.in_order = False
         self._stopping.set()
         self._listener.stop(max(0.1, deadline - time.monotonic()), drop=True)
         self.carrier = self.default  # for code that has kept this group
@@ -268,19 +265,6 @@ class RoutingGroup(dist.ProcessGroup):
         if not self._have_ended(self._under_way):
             break_connections(self.carrier)
 
-    def go_direct(self) -> None:
-        """Launch directly from here on, as a step as DDP's begins. On all ranks at the same point."""
-        self._in_order = False
-
-    def go_in_order(self) -> None:
-        """Use rank 0's order from here on. On all ranks at the same point."""
-        self._in_order = True
-
-    @property
-    def in_order(self) -> bool:
-        """Whether collectives wait for their turn."""
-        return self._in_order
-
     # ------------------------------------------------------------------ called by torch
 
     def getBackendName(self) -> str:
@@ -294,50 +278,6 @@ class RoutingGroup(dist.ProcessGroup):
         """Return the number of collectives that this rank has begun; compared when ranks wait for each other."""
         return self._calls
 
-    def _start_coalescing(self, device: torch.device) -> None:
-        self._coalescing.parts = []
-
-    def _end_coalescing(self, device: torch.device) -> dist.Work:
-        parts: list[tuple[bool, Start]] = self._coalescing.parts
-        self._coalescing.parts = None
-
-        def start(group: dist.ProcessGroup) -> dist.Work:
-            group._start_coalescing(device)
-            for _, part in parts:
-                part(group)
-            return group._end_coalescing(device)
-
-        if any(between_two for between_two, _ in parts):
-            return start(self.default)
-        return self._route("coalesced", start)
-
-    def send(self, *arguments: Any, **keywords: Any) -> dist.Work:
-        """Send to one rank, outside of the order."""
-        return self._pass_on("send", arguments, keywords)
-
-    def recv(self, *arguments: Any, **keywords: Any) -> dist.Work:
-        """Receive from one rank, outside of the order."""
-        return self._pass_on("recv", arguments, keywords)
-
-    def recv_anysource(self, *arguments: Any, **keywords: Any) -> dist.Work:
-        """Receive from any rank, outside of the order."""
-        return self._pass_on("recv_anysource", arguments, keywords)
-
-    def monitored_barrier(self, *arguments: Any, **keywords: Any) -> Any:
-        """Run gloo's barrier, which is made of messages, outside of the order."""
-        return self._pass_on("monitored_barrier", arguments, keywords)
-
-    def _pass_on(self, kind: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dist.Work:
-        def start(group: dist.ProcessGroup) -> dist.Work:
-            work: dist.Work = getattr(group, kind)(*arguments, **keywords)
-            return work
-
-        parts = getattr(self._coalescing, "parts", None)
-        if parts is not None:
-            parts.append((True, start))
-            return _InCoalesced()
-        return start(self.default)
-
     def _collective(self, kind: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dist.Work:
         for options in (*arguments, *keywords.values()):
             if hasattr(options, "asyncOp"):
@@ -347,15 +287,11 @@ class RoutingGroup(dist.ProcessGroup):
             work: dist.Work = getattr(group, kind)(*arguments, **keywords)
             return work
 
-        parts = getattr(self._coalescing, "parts", None)
-        if parts is not None:
-            parts.append((False, start))
-            return _InCoalesced()
         return self._route(kind, start)
 
     def _route(self, kind: str, start: Start) -> dist.Work:
         self._calls += 1
-        if not self._in_order:
+        if not self.in_order:
             return self._keep(self._under_way, start(self.carrier))
         event = None
         if self._stream is not None:
@@ -373,23 +309,11 @@ class RoutingGroup(dist.ProcessGroup):
             except BaseException as error:  # for the caller alone
                 outcome.append(error)
 
-        self._await_turn(self._foreign.submit(kind, launch))
+        self._foreign.submit(kind, launch).wait(self._timeout)
         (found,) = outcome
         if isinstance(found, BaseException):
             raise found
         return found
-
-    def _await_turn(self, task: CommTask) -> None:
-        try:
-            task.wait(self._timeout)
-        except SchedulerTimeoutError as error:
-            if task.done():
-                raise
-            raise SchedulerTimeoutError(
-                f"Collective {task.name!r} of DDP's process group had no turn within {self._timeout:g} s. It gets one "
-                "when every rank has called it, and all that rank 0 has launched before has been called here: "
-                "every rank must call the same collectives, and hand over the same gradients, in the same order."
-            ) from error
 
     # ------------------------------------------------------------------ reports
 
@@ -413,31 +337,18 @@ class RoutingGroup(dist.ProcessGroup):
     def _mention_other_groups(self) -> None:
         """Warn of other NCCL groups. NCCL's implicit order is recommended but not relied on: ranks may differ in it."""
         own = {id(self), id(self.default), id(self.carrier), id(self._reports)}
-        others = [
-            group
-            for group in distributed_c10d._world.pg_map
-            if id(group) not in own and group.size() > 1 and torch.device(self._device.type) in _devices(group)
-        ]
-        others = [group for group in others if group._get_backend(self._device).name() == "nccl"]
+        groups = [group for group in distributed_c10d._world.pg_map if id(group) not in own and group.size() > 1]
+        groups = [group for group in groups if self._device.type in {device.type for device in group._device_types}]
+        others = [group for group in groups if group._get_backend(self._device).name() == "nccl"]
         if others and self.rank() == 0:
-            known = os.environ.get(_IMPLICIT) == "1"
             log.warning(
                 "There are %d more process groups on %s. Gradients and the default group's collectives have one order "
                 "on all ranks, but collectives of these groups have not, so a training can come to a standstill: call "
-                "them while no gradients travel, after trainer.strategy.flush(), or use the default group. %s",
+                "them while no gradients travel, after trainer.strategy.flush(), or use the default group. "
+                "NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26) makes that less likely.",
                 len(others),
                 self.getBackendName(),
-                f"{_IMPLICIT}=1 orders what each rank launches, but not alike on all ranks."
-                if known
-                else f"{_IMPLICIT}=1 (NCCL 2.26) makes that less likely.",
             )
-
-
-class _InCoalesced(dist.Work):
-    """One of several coalesced collectives; the last call's work is awaited."""
-
-    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        return True
 
 
 def _routed(kind: str) -> Callable[..., dist.Work]:
@@ -463,10 +374,6 @@ def _rename(name: str, group: dist.ProcessGroup) -> None:
     known: Any = torch._C._distributed_c10d
     known._unregister_process_group(name)
     known._register_process_group(name, group)
-
-
-def _devices(group: dist.ProcessGroup) -> list[torch.device]:
-    return [torch.device(device.type) for device in group._device_types]
 
 
 def _type_of(backend: Any) -> Any:

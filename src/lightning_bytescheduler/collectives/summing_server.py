@@ -10,8 +10,7 @@ A worker that is also a server has a :class:`SummingServer` in its process. Its 
 :meth:`SummingServer.push_own`.
 
 A part that does not match another worker's part of the same number is refused: the server ends and names the worker. It
-also ends when a worker dies. It then breaks all connections but lives on for a few seconds, so that workers find that
-no server has died and look for the dead worker.
+also ends when a worker dies, and breaks all connections. It leaves in order, so workers look for the dead worker.
 
 *Turns.* Messages to several ranks leave one by one (:class:`SendingTurns`), so that two senders rarely meet at one
 receiver. If a worker sends to all servers at once, it shares its link among them, as all workers do, and all parts
@@ -30,13 +29,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import abandon
-from lightning_bytescheduler.collectives.operations import PATIENCE
+from lightning_bytescheduler.collectives.operations import PATIENCE, Coming
 from lightning_bytescheduler.exceptions import RankFailedError, UnsupportedError
 from lightning_bytescheduler.failures.messages import brief
 from lightning_bytescheduler.scheduler.threads import start_thread
@@ -162,7 +160,7 @@ class SendingTurns:
 
 
 class _Sum:
-    __slots__ = ("added", "early", "elements", "first", "kind", "lock", "since", "total")
+    __slots__ = ("added", "early", "elements", "first", "kind", "lock", "total")
 
     def __init__(self, elements: int, kind: int, first: int) -> None:
         self.elements = elements
@@ -172,30 +170,6 @@ class _Sum:
         self.added = 0
         self.early: dict[int, torch.Tensor] = {}
         self.lock = threading.Lock()
-        self.since = time.monotonic()
-
-
-class Coming:
-    """A handle to wait for the result of a sum to which this process contributes."""
-
-    def __init__(self) -> None:
-        self._ended = threading.Event()
-        self._failure: BaseException | None = None
-        self._then: Any = None
-
-    def end(self, failure: BaseException | None = None, then: Any = None) -> None:
-        """Complete it: with an error, or once ``then`` has ended."""
-        self._failure, self._then = failure, then
-        self._ended.set()
-
-    def wait(self) -> bool:
-        """See ``torch.distributed.Work``; ends with the completing thread at the latest."""
-        self._ended.wait()
-        if self._failure is not None:
-            # Gloo's own error about a rank is more specific, and is examined further.
-            cause = self._failure.__cause__ if isinstance(self._failure, RankFailedError) else None
-            raise cause or self._failure
-        return self._then is None or self._then.wait()
 
 
 class SummingServer:
@@ -232,17 +206,6 @@ class SummingServer:
             for rank in others
             for name, work in (("headers", self._take_headers), ("sums", self._add_pushes))
         ]
-
-    @property
-    def waits_for(self) -> tuple[tuple[int, ...], float]:
-        """Workers whose push is missing from the oldest sum in progress, and its age in seconds."""
-        with self._lock:
-            oldest = min(self._sums.values(), key=lambda summed: summed.since, default=None)
-        if oldest is None:
-            return (), 0.0
-        with oldest.lock:
-            lacks = [self._ranks[one] for one in range(oldest.added, self._workers) if one not in oldest.early]
-        return tuple(lacks), time.monotonic() - oldest.since
 
     def push_own(self, number: int, here: torch.Tensor) -> Coming:
         """Add a part of the worker in this process.

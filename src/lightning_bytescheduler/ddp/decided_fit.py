@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 
 from lightning_bytescheduler.collectives.device_streams import travel_by_host
 from lightning_bytescheduler.collectives.groups import SchedulerGroups
-from lightning_bytescheduler.collectives.number_exchange import MOST, AgreedValues
+from lightning_bytescheduler.collectives.number_exchange import AgreedValues
 from lightning_bytescheduler.ddp.compiled_calls import compiled_calls_are_seen
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.deferred_optimizer import (
@@ -93,7 +93,8 @@ SHORTEST_FIT = 100
 
 SETTLED_INTERVAL = 16  # steps between exchanges while nothing is tried
 _SHOWN = 16  # last steps as DDP's whose exposed communication is remembered
-_UNKNOWN = MOST - 1  # nanoseconds, for what cannot be known
+_MOST = 2**62  # where there is nothing to observe
+_UNKNOWN = _MOST - 1  # nanoseconds, for what cannot be known
 
 
 def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
@@ -282,11 +283,11 @@ class PointInForce(StepMode):
         if self._tuner is not None:
             wanted, interval = self._tuner.current, SETTLED_INTERVAL if self._tuner.is_settled else 1
         seen = [_UNKNOWN if math.isinf(seconds) else int(1e9 * seconds) for seconds in self._exposed]
-        seen += [MOST] * (_SHOWN - len(seen))
+        seen += [_MOST] * (_SHOWN - len(seen))
         agreed = self._values.before_step(step, wanted, interval=interval, seen=seen)
         if agreed is None:
             return
-        point, known = TuningPoint(*agreed[:2]), [least for least in agreed[2:] if least < MOST]
+        point, known = TuningPoint(*agreed[:2]), [least for least in agreed[2:] if least < _MOST]
         hideable = statistics.median_low(known) if known else None
         self._hideable = math.inf if hideable == _UNKNOWN else hideable and hideable / 1e9
         if point != self._point:
@@ -589,7 +590,6 @@ def open_wire(
     served, path = options.servers.used, options.scheduler.timeline
     groups = SchedulerGroups.create(
         timeout=timeout,
-        counts=options.counter is not None,
         routed_on=device if routed else None,
         by_host=travel_by_host(device, compressed=rules is not None, served=served),
     )

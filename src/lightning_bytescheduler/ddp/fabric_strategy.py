@@ -37,6 +37,7 @@ from lightning_bytescheduler.ddp.fit_report import OverlapPlan, SchedulerStatist
 from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks, PublishesFailures, model_facts
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.rendezvous import Introduction
+from lightning_bytescheduler.failures.standstill import Standing
 from lightning_bytescheduler.lightning_api import (
     FabricDDPStrategy,
     _FabricLauncher,
@@ -86,6 +87,8 @@ class FabricFit(DecidedFit):
         self._ids = set(map(id, module.parameters()))
         self._has_run = False  # whether a forward pass ran since the last backward pass
         self.start()
+        progress = self.progress
+        board.stands(lambda: Standing(place=progress.phase))
 
     def wrap(self, module: nn.Module, device_ids: list[int] | None) -> ScheduledDataParallel:
         """Wrap the module with DDP, and hand its gradients to the scheduler."""

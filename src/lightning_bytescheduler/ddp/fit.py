@@ -36,6 +36,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any, cast
 
@@ -52,7 +53,6 @@ from lightning_bytescheduler.ddp.own_gradients import OwnGradients
 from lightning_bytescheduler.ddp.reads import ForwardPass, Reads
 from lightning_bytescheduler.ddp.reduction import Reduction, ShardedReduction, Uncompressed
 from lightning_bytescheduler.ddp.sample_weights import (
-    NUMBERS,
     DeviceTime,
     RankWeights,
     SampleCounter,
@@ -240,7 +240,7 @@ class Fit:
     def _weights(self, counter: SampleCounter | None, parameters: list[nn.Parameter]) -> RankWeights:
         wire, device, statistics = self.wire, self.device, self.record.statistics
         ranks = wire.route.group.size()
-        if counter is None or wire.groups.counts is None:
+        if counter is None:
             return RankWeights(ranks)
         device_time = DeviceTime(device) if device.type == "cuda" else None
         if device_time is not None:
@@ -248,7 +248,9 @@ class Fit:
         return SampleWeights(
             counter,
             NumberExchange(
-                wire.groups.counts, NUMBERS, on_error=self._counts_failed, failure=lambda: wire.core.abort_cause
+                timeout=timedelta(seconds=wire.timeout),
+                on_error=self._counts_failed,
+                failure=lambda: wire.core.abort_cause,
             ),
             ranks=ranks,
             parameters=parameters,
@@ -352,10 +354,8 @@ class Fit:
         self.weight = self.weights.begin_step()
         as_ddp = number > 1 and self.mode.ddp_mode
         routing = self.wire.route.routing
-        if routing is not None and as_ddp and self.merges:
-            routing.go_direct()
-        elif routing is not None:
-            routing.go_in_order()
+        if routing is not None:
+            routing.in_order = not (as_ddp and self.merges)
         self.step = self.make_step(number, as_ddp=as_ddp)
         self.codec.begin_step()
 
@@ -500,10 +500,6 @@ class Fit:
     def own_failure(self) -> BaseException | None:
         """Return what has stopped the scheduler, from any thread."""
         return self.wire.core.abort_cause
-
-    def phase(self) -> str:
-        """Return what this rank is doing, in words."""
-        return self.progress.phase
 
     def steps_handed_over(self) -> int:
         """Return how many backward passes have ended."""

@@ -179,22 +179,16 @@ class FitPosition:
         self._batches = 0
         self._epoch = 0
         self._epoch_batches = 0
-        self._launched_at_batch = 0
-        self._last_epoch = 0
 
     def begin_epoch(self) -> None:
         """Record that an epoch begins; the Trainer increments its number before the previous epoch's last hooks."""
         self._epoch = self._trainer.current_epoch
-        self._last_epoch, self._epoch_batches = self._epoch_batches, 0
+        self._epoch_batches = 0
 
     def begin_batch(self) -> None:
         """Record that a batch begins."""
         self._batches += 1
         self._epoch_batches += 1
-        # Lightning begins each batch with a collective, and this is its number. On a CPU that collective is on another
-        # group (``sigterm.py``).
-        if self._trainer.strategy.root_device.type != "cpu":
-            self._launched_at_batch = _launched()
 
     def end(self) -> None:
         """Record that the run is over; this rank takes no further step."""
@@ -225,12 +219,9 @@ class FitPosition:
             launched=_launched(),
             ended=ended,
             batches=self._batches,
-            launched_at_batch=self._launched_at_batch,
             epoch=self._epoch,
             epoch_batches=self._epoch_batches,
             is_last=bool(ready and is_last),
-            through=bool(ready and is_last and progress.current.completed == ready),
-            last_epoch=self._last_epoch,
             expected=int(expected) if expected != float("inf") else 0,
         )
 
@@ -266,8 +257,6 @@ def _launched() -> int:
 class JoinedRanks:
     """Mixed into a DDP strategy of Lightning, before it in the order of bases."""
 
-    sigterm_patience_s: ClassVar[float] = 0.0
-    """Seconds for which other ranks may go on after this one ends by SIGTERM."""
     # Attributes of Lightning's strategy.
     cluster_environment: ClusterEnvironment | None
     num_nodes: int
@@ -491,13 +480,17 @@ class JoinedRanks:
         board.take_over()
         cause = self._explain(exception)
         if not isinstance(cause, RankFailedError):
-            board.publish(cause, patience=self.sigterm_patience_s if isinstance(cause, SIGTERMException) else 0.0)
+            board.publish(cause, orderly=self._ends_orderly(cause))
         if cause is not exception and hasattr(exception, "add_note"):
             exception.add_note(str(cause))
         if self.fit is not None:
             self.fit.fail(cause)
         self._end_with(cause)
         board.close()  # here, as teardown is skipped if another callback's on_exception raises
+
+    def _ends_orderly(self, cause: BaseException) -> bool:
+        """Return whether all ranks have agreed to end because of ``cause``."""
+        return False
 
     def _end_with(self, cause: BaseException) -> None:
         """End this rank's other communication because of ``cause``."""

@@ -5,8 +5,8 @@ once, and no other rank joins. If that is not rank 0, it waits forever, and all 
 
 Where ranks train together the broadcast of each batch remains. So no rank hands over gradients of a batch that another
 rank has not begun, and a late rank can be named. But it is asynchronous: it runs during the loading and the forward
-pass, and is awaited before the backward pass. It has its own group: after a failure a rank may have begun more batches
-than another, and its receives must not match other broadcasts. On GPUs Lightning's broadcast is used.
+pass, and is awaited before the backward pass. It has its own group, of gloo: after a failure a rank may have begun more
+batches than another, and its receives must not match other broadcasts.
 
 After SLURM's signal before a job's time limit all ranks save after the same step, and the job is requeued. Lightning
 saves in the signal handler: at any instruction of a step or a collective, at a different one on each rank. Saving needs
@@ -178,6 +178,7 @@ class SigtermForAll:
         self._strategy: Any = trainer.strategy
         self._board = board
         self._stop = board.agree_on_stop()
+        self.agreed = False  # all ranks end here, and know it
         self._group: dist.ProcessGroup | None = None  # for these broadcasts only
         self._begun: dist.Work | None = None  # completes when rank 0 has begun this batch, too
 
@@ -187,16 +188,13 @@ class SigtermForAll:
 
         A signal that comes too late to end the run is passed on to Lightning.
         """
-        if self._trainer.state.fn == TrainerFn.FITTING and self._strategy.root_device.type == "cpu":
+        if self._trainer.state.fn == TrainerFn.FITTING:
             with short_turns():  # for gloo's threads
                 self._group = dist.new_group(timeout=timedelta(seconds=self._strategy._longest_wait_s), backend="gloo")
-        together = self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
 
         def begins_batch() -> None:
             self.begin_batch()
-            if self._group is None:
-                with waiting("broadcast", begins_batch=True):
-                    together()
+            if self._group is None:  # no fit
                 return
             self.await_batch_begun()  # the last batch may have had no backward pass
             self._begun = broadcast_from_first(self._group, torch.zeros(1, dtype=torch.float32, device="cpu"))
@@ -220,7 +218,7 @@ class SigtermForAll:
             BaseException: The reason if it never will.
         """
         if self._begun is not None:
-            with self._strategy._explained(), waiting("broadcast", begins_batch=True, outside=True):
+            with self._strategy._explained(), waiting("broadcast", begins_batch=True):
                 wait_unless(self._begun, lambda: self._board.fault, look_every=_LOOK_EVERY)
             self._begun = None
 
@@ -243,6 +241,7 @@ class SigtermForAll:
         """
         self.await_batch_begun()  # the last batch may have had no backward pass
         if self._strategy.reduce_boolean_decision(self._stop.asked, all=False):
+            self.agreed = True
             self._received()
             raise SIGTERMException
 
@@ -257,7 +256,8 @@ class SigtermForAll:
             return
         # A slower rank may still be in its last batch, and would lack this rank's gradients if it ended now.
         self._strategy.flush()
-        if not self._board.all_reach("stopped", min(timeout, _ALL_STOP_S)):
+        self.agreed = self._board.all_reach("stopped", min(timeout, _ALL_STOP_S))
+        if not self.agreed:
             log.warning("[rank %d] ends after a SIGTERM; some ranks have not got as far", self._trainer.global_rank)
         self._received()
         raise SIGTERMException

@@ -37,6 +37,7 @@ from lightning_bytescheduler.lightning_api import (
     ClusterEnvironment,
     Precision,
     RunningStage,
+    SIGTERMException,
     TrainerFn,
     default_pg_timeout,
     pl,
@@ -124,8 +125,6 @@ class ByteSchedulerStrategy(RankStrategy):
         UnsupportedError: If a DDP option cannot be honoured.
     """
 
-    # Lightning stops all ranks after a SIGTERM to rank 0 or to every rank, which is not a failure.
-    sigterm_patience_s = 10.0
     example_option = EXAMPLE
     has_sizes_to_tune = True
 
@@ -376,6 +375,9 @@ class ByteSchedulerStrategy(RankStrategy):
         self._hooks = None
 
     # ------------------------------------------------------------------ failures
+
+    def _ends_orderly(self, cause: BaseException) -> bool:
+        return isinstance(cause, SIGTERMException) and self._sigterm is not None and self._sigterm.agreed
 
     def _end_with(self, cause: BaseException) -> None:
         self._tuning.end([])

@@ -42,7 +42,7 @@ from lightning_bytescheduler.exceptions import (
     ByteSchedulerError,
     OptionError,
     RankFailedError,
-    ServerFailedError,
+    SchedulerTimeoutError,
     UnsupportedError,
 )
 from lightning_bytescheduler.failures.board import FaultBoard
@@ -274,7 +274,6 @@ class ServerOptions:
 STOP_S = 5.0
 """Seconds for each part that stops."""
 _MOMENT_S = 0.5
-_SERVER_TOLD_S = 12.0  # seconds until another rank has found a dead or silent server and has told all
 _DEFAULT_TIMEOUT_S = 1800.0
 
 
@@ -376,34 +375,27 @@ class Wire:
         wrapped = isinstance(error, RuntimeError) and str(cause) in str(error)
         if cause is not None and (wrapped or isinstance(error, ByteSchedulerError)):
             error = cause
-        if self.servers is not None:
-            error = self.servers.explain_timeout(error)
-        return self._explained_by_board(error)
+        if self.servers is not None and isinstance(error, SchedulerTimeoutError):
+            error = self.servers.find_gone() or error
+        return self.board.explain(error)
 
     def on_error(self, error: BaseException) -> BaseException:
         """Find and report the cause when a collective fails on one of the scheduler's threads."""
         self._collectives_failed = True
         if self.servers is not None and not self.core.abort_cause:
-            found = self.servers.find_gone() or self.servers.explain_timeout(error)
-            if isinstance(found, ServerFailedError):
+            found = self.servers.find_gone()
+            if found is not None:
                 found.__cause__ = error
                 self.core.abort(found)
                 self.board.publish(found)
                 return found
-            error = found
-        cause = self.core.abort_cause or self._explained_by_board(error)
+        cause = self.core.abort_cause or self.board.explain(error)
         if is_communication_error(cause):
             ended = "or it has ended earlier without an error, as with fewer batches"
             cause = RankFailedError(None, f"which one is not known, {ended}; this broke here: {error}")
             cause.__cause__ = error
         self.core.abort(cause)
         return cause
-
-    def _explained_by_board(self, error: BaseException) -> BaseException:
-        if self.servers is None:
-            return self.board.explain(error)
-        # A rank that timed out has closed its connections, and looks for a silent server before it reports.
-        return self.board.explain(error, timeout=_SERVER_TOLD_S)
 
     # ------------------------------------------------------------------ the end
 

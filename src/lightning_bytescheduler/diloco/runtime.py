@@ -40,6 +40,7 @@ from lightning_bytescheduler.diloco.worker_restart import KeptStates, Resumed, W
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import NATIVE_S, FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
+from lightning_bytescheduler.failures.standstill import Standing
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 from lightning_bytescheduler.registration import __version__
 
@@ -72,9 +73,9 @@ class Runtime:
     def __init__(self, session: Session, board: FaultBoard) -> None:
         self.session = session
         self._board = board
-        board.watch(self)
+        board.watch(self, self._standing)
 
-    # What the fault board asks and tells (Watched), on its own thread.
+    # What the fault board asks and tells, on its own thread.
 
     def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
         """Stop: another rank has failed."""
@@ -84,11 +85,10 @@ class Runtime:
         """What has stopped this rank, on whichever thread."""
         return None
 
-    def phase(self) -> str:
-        """What this rank is doing, in words."""
-        if not self._begun:
-            return "connecting to the coordinator"
-        return f"in round {self.session.round}, step {self.session.statistics.steps}"
+    def _standing(self) -> Standing:
+        if self._begun:
+            return Standing(place=f"in round {self.session.round}, step {self.session.statistics.steps}")
+        return Standing(place="connecting to the coordinator")
 
     def steps_handed_over(self) -> int:
         """How many rounds' pseudo-gradients were merged."""
@@ -207,8 +207,6 @@ class LeadingRuntime(Runtime):
         self._board = board
         self._world, self._full, self._timeout = world, options.worker_states, timeout
         self._name = name = worker_name(world.worker)
-        # What a validation or a checkpoint does may keep the interpreter for longer than a step does.
-        silence = min(NATIVE_S, timeout / 4)
         self._stopped = self._idle = False
         self._kept = KeptStates(2 if options.run.overlap else 1)
         self.state = OuterState(trained, **options.outer_step)
@@ -234,7 +232,8 @@ class LeadingRuntime(Runtime):
                 workers=[worker_name(number) for number in range(world.workers)],
                 post=self._say,
                 on_round=on_round,
-                look=lambda halted: board.look_after_others((2.0 if halted else 1.25) * silence),
+                # What a validation or a checkpoint does may keep the interpreter for longer than a step does.
+                look=lambda halted: board.look_after_others((2.0 if halted else 1.25) * min(NATIVE_S, timeout / 4)),
                 on_error=self._on_error,
             )
         session = Session(
@@ -419,7 +418,7 @@ class CoordinatedRuntime(Runtime):
             RankFailedError: If another rank of the worker fails before.
             SchedulerTimeoutError: If there is none in time.
         """
-        self._board.watch(self)
+        self._board.watch(self, self._standing)
         _ = self._model  # as it is before training
         text = ""
         if self.group.leads:

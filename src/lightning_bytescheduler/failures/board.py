@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import atexit
 import gc
-import itertools
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Protocol
 
 import torch.distributed as dist
@@ -57,17 +55,18 @@ from lightning_bytescheduler.failures.rendezvous import (
     store_gone,
 )
 from lightning_bytescheduler.failures.standstill import (
+    PERIOD_S,
     Standing,
     VitalSigns,
     Watchdog,
     break_connections,
     explain_death,
     wait_of,
+    whereabouts,
 )
 
 log = logging.getLogger(__name__)
 
-_PERIOD_S = 0.25
 _HURRIES = 5  # how many times as often the thread looks while another thread waits for what it learns
 _LINGER_S = 2.0
 _GOODBYE_S = 5.0
@@ -91,9 +90,6 @@ class Watched(Protocol):
 
     def own_failure(self) -> BaseException | None:
         """What has stopped the scheduler. The others are told at once, before the training thread notices."""
-
-    def phase(self) -> str:
-        """What this rank is doing, in words. Other ranks show it when they wait for this one in vain."""
 
     def steps_handed_over(self) -> int:
         """How many steps' gradients this rank has handed over completely."""
@@ -155,34 +151,22 @@ class AgreedStop:
             SchedulerTimeoutError: If the others do not answer in time.
             BaseException: What ``failure`` returned.
         """
-        with self._changed:
-            cause = self._wait(lambda: not self._stopping or self._last is not None, failure, timeout)
-            if self._stopping and self._last is None:
-                raise cause or SchedulerTimeoutError(
-                    "A rank was asked to stop, and not all ranks have said in time which batch they are in."
-                )
-            trained, others = self._begun
-            following = (trained + 1, 0) if trains else (trained, others + 1)
-            if self._last is not None and following > self._last:
-                return True
-            self._begun = following
-            return False
-
-    def _wait(
-        self, is_over: Callable[[], bool], failure: Callable[[], BaseException | None], timeout: float
-    ) -> BaseException | None:
-        """Wait, under the condition, until it is over, time is up or there is a failure, which is returned."""
         deadline = time.monotonic() + timeout
-        while not is_over():
-            self._changed.release()
-            try:
-                cause = failure()
-            finally:
-                self._changed.acquire()
-            if cause is not None or time.monotonic() >= deadline:
-                return cause
-            self._changed.wait(_PERIOD_S)
-        return None
+        while True:
+            cause = failure() if self._stopping else None
+            with self._changed:
+                if self._last is not None or not self._stopping:
+                    trained, others = self._begun
+                    following = (trained + 1, 0) if trains else (trained, others + 1)
+                    if self._last is not None and following > self._last:
+                        return True
+                    self._begun = following
+                    return False
+                if cause is not None or time.monotonic() >= deadline:
+                    raise cause or SchedulerTimeoutError(
+                        "A rank was asked to stop, and not all ranks have said in time which batch they are in."
+                    )
+                self._changed.wait(PERIOD_S)
 
     def look(self) -> None:
         """Tell the others, and learn from them. For the watcher's thread; talks to the store without a lock."""
@@ -212,12 +196,10 @@ class FaultBoard:
         world_size: Number of ranks.
         presence: Tells whether the store is still there.
         watchdog: Ends the process if its training thread does not come back after a failure.
-        hosts_store: Whether the store ends with this process, which then leaves last.
+        all_came: Whether all ranks are known to have started, so that one that never shows a sign of life is dead.
 
     Attributes:
         rank: This rank, among all that share the board.
-        world_size: Number of ranks that share the board.
-        fault: Another rank's failure, once it is known.
     """
 
     def __init__(
@@ -228,66 +210,63 @@ class FaultBoard:
         world_size: int,
         presence: StorePresence | None = None,
         watchdog: Watchdog | None = None,
-        hosts_store: bool = False,
+        all_came: bool = False,
     ) -> None:
         self._store = store
         self.rank = rank
-        self.world_size = world_size
         self._presence = StorePresence() if presence is None else presence
         self._watchdog = Watchdog() if watchdog is None else watchdog
-        self._others = [r for r in range(world_size) if r != rank]
-        self._period = max(_PERIOD_S, world_size / 256)  # spares the store's host when there are many ranks
-        self._signs = VitalSigns(store, rank, self._others, self._period)
-        self._standing: Callable[[], Standing] | None = None
-        self._stood = Standing()  # where this rank stood when it last told
+        others = [other for other in range(world_size) if other != rank]
+        period = max(PERIOD_S, world_size / 256)  # spares the store's host when there are many ranks
+        self._signs = VitalSigns(store, rank, others, period)
+        self._all_came = all_came
+        self._standing: Callable[[], Standing] = Standing
         self._stops: list[AgreedStop] = []
-        self._training_thread = threading.get_ident()
         self._changed = threading.Condition()
         # What follows changes under the condition.
         self._watched: list[Watched] = []  # in the order in which they came
-        self._phases: list[Callable[[], str]] = []  # of the watched ones; kept after unwatch() until others come
-        self._notice: FaultNotice | None = None  # another rank's failure
-        self.fault: RankFailedError | None = None  # the notice as an exception
-        self._act_at: float | None = None  # when the notice is to be handed on; None: nothing to do
+        self._found: tuple[FaultNotice, RankFailedError] | None = None  # another rank's failure
         self._outgoing: FaultNotice | None = None
         self._published: bool | None = None  # whether this rank's notice counts; None until the store has answered
         self._store_lost = False
-        self._ready_to_leave = False  # knows of the failure, or leaves in order
-        self._left = False  # has told that it leaves
-        # For how long a rank may show no sign of life, as threads ask, and until when each is heeded.
-        self._silences: dict[float, float] = {}
-        self._askers = 0  # threads that wait for what the watcher learns
-        self.all_came = False  # whether a rank that has never shown a sign of life may be dead, too
+        self._leaves = False  # knows of the failure, or leaves in order
+        # For how long others may show no sign of life before they count as dead, and why: for each thread that waits
+        # for what the watcher learns, and for those that have asked until a time.
+        self._asking: list[tuple[float, str]] = []
+        self._asked = 0.0, 0.0
         self._urgent = True  # the first sign of life comes at once
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="bytescheduler-fault-watch", daemon=True)
-        self._hosts_store = hosts_store
-        self._meetings = itertools.count(1)
-        self._process = os.getpid()
         self._thread.start()
         atexit.register(self.close)  # a thread inside torch while the interpreter ends would abort the process
 
     @classmethod
-    def open(cls, *, rank: int, world_size: int, store: dist.Store | None = None) -> FaultBoard:
+    def open(cls, *, rank: int, world_size: int, store: dist.Store | None = None, all_came: bool = False) -> FaultBoard:
         """Watch a new board on a store; every rank opens its boards in the same order.
 
         Args:
             rank: This rank.
             world_size: Number of ranks.
             store: A store that these ranks share; the default group's if left out.
+            all_came: Whether they have just met.
 
         Raises:
             RankFailedError: If the store is gone, or a rank does not come back to train after a failure.
         """
         shared = dist.distributed_c10d._get_default_store() if store is None else store
         connection, presence = connect_to_store(shared)
-        return cls(
-            open_board(connection, presence, rank=rank, world_size=world_size),
-            rank=rank,
-            world_size=world_size,
-            presence=presence,
-            hosts_store=rank == 0 and not agent_keeps_store(),
-        )
+        part = open_board(connection, presence, rank=rank, world_size=world_size)
+        return cls(part, rank=rank, world_size=world_size, presence=presence, all_came=all_came)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that share the board."""
+        return len(self._signs.others) + 1
+
+    @property
+    def fault(self) -> RankFailedError | None:
+        """Another rank's failure, once it is known."""
+        return None if self._found is None else self._found[1]
 
     def meeting_place(self, name: str = "") -> dist.Store:
         """A part of the store for something that all ranks do once in this run, such as a roll call.
@@ -297,7 +276,7 @@ class FaultBoard:
         Args:
             name: Name of what they do. If left out, the number of the call, as all ranks run the same program.
         """
-        return dist.PrefixStore(f"meetings/{name or next(self._meetings)}", self._store)
+        return dist.PrefixStore(f"meetings/{name or self._store.add(f'meetings/{self.rank}', 1)}", self._store)
 
     def all_reach(self, place: str, timeout: float) -> bool:
         """Wait until all ranks have come to the same point, each once in a run.
@@ -320,13 +299,11 @@ class FaultBoard:
             return True
         return False
 
-    def watch(self, watched: Watched) -> None:
-        """Look after ``watched`` too, from now on."""
+    def watch(self, watched: Watched, standing: Callable[[], Standing] | None = None) -> None:
+        """Look after ``watched`` too, from now on; see :meth:`stands`."""
         with self._changed:
             self._watched.append(watched)
-            self._phases = [one.phase for one in self._watched]
-            if self.fault is not None and self._act_at is None:
-                self._act_at = 0.0
+            self._standing = standing or self._standing
             self._wake()
 
     def stands(self, standing: Callable[[], Standing]) -> None:
@@ -357,7 +334,7 @@ class FaultBoard:
     @property
     def hopeless(self) -> bool:
         """Whether the other ranks will not answer any more: one has failed, or the store is gone."""
-        return self._notice is not None or self._outgoing is not None or self._store_lost
+        return self._found is not None or self._outgoing is not None or self._store_lost
 
     def no_hope(self) -> BaseException | None:
         """Why the other ranks will not answer any more; ``None`` while they may.
@@ -376,10 +353,10 @@ class FaultBoard:
         """Have the board's thread look at the other ranks for a while, and take those for dead that are silent.
 
         Args:
-            silence: How long they must have shown no sign of life, in seconds. The shortest of several counts.
+            silence: How long they must have shown no sign of life, in seconds. What was asked last counts.
             seconds: For how long it looks.
         """
-        self._silences[silence] = time.monotonic() + seconds
+        self._asked = silence, time.monotonic() + seconds
 
     def take_over(self) -> None:
         """Note that the training thread is back with a failure, and will end by itself."""
@@ -394,39 +371,49 @@ class FaultBoard:
         """Keep the watchdog from ending this process within this context, while a checkpoint is written."""
         return self._watchdog.suspended()
 
-    def publish(self, error: BaseException, *, patience: float = 0.0) -> bool:
+    def publish(self, error: BaseException, *, orderly: bool = False) -> bool:
         """Tell every rank that this one failed, and stay until they know, two seconds at most.
 
         Args:
             error: What this rank failed with.
-            patience: How long the others may go on, in seconds. If it is not 0, this rank does not wait for them.
+            orderly: Whether the others end by themselves, as they have agreed to. They are not stopped, and this rank
+                does not wait for them.
 
         Returns:
             Whether this rank's failure is now the published one; ``False`` if another was first.
         """
         deadline = time.monotonic() + _LINGER_S
-        with self._asking():
-            if self._notice is None:
-                self._post(error, patience=patience)
-            if self._outgoing is None:
-                return False
-            while self._published is None and self._within(deadline):
+        with self._looking():
+            if self._found is None:
+                self._post(error, orderly=orderly)
+            while self._outgoing is not None and self._published is None and self._within(deadline):
                 pass
-            while self._published and not patience and self._present() and self._within(deadline):
+            while self._published and not orderly and self._present() and self._within(deadline):
                 pass
             return bool(self._published)
 
     def explain(self, error: BaseException, *, timeout: float = _DIAGNOSE_S) -> BaseException:
-        """Return the failure that ``error`` is a consequence of, or ``error`` itself.
+        """Return what ``error`` is a consequence of, or ``error`` itself. A timeout says where the ranks are.
 
         Args:
             error: What a rank ran into, on any thread. One that has nothing to do with communication is returned at
                 once.
             timeout: See :meth:`diagnose`.
         """
-        if isinstance(error, SchedulerTimeoutError) or (is_communication_error(error) and is_timeout(error)):
-            return self._locate(error)
-        return self.diagnose(error, timeout) if is_communication_error(error) else error
+        late = isinstance(error, SchedulerTimeoutError) or (is_communication_error(error) and is_timeout(error))
+        if not late:
+            return self.diagnose(error, timeout) if is_communication_error(error) else error
+        if _WHERE in str(error):
+            return error
+        # A rank may have vanished without breaking a connection.
+        found = self.diagnose(error, silence=NATIVE_S)
+        if found is not error:
+            return found
+        with self._changed:
+            where = whereabouts(self._signs.standings()) or "no rank answers"
+        located = SchedulerTimeoutError(f"{brief(error)} {_WHERE} {where}. The strategy's timeout allows more.")
+        located.__cause__ = error
+        return located
 
     def diagnose(self, error: BaseException, timeout: float = _DIAGNOSE_S, *, silence: float = 0.0) -> BaseException:
         """Find out which rank's failure made one of this rank's collectives fail.
@@ -442,17 +429,14 @@ class FaultBoard:
         """
         if isinstance(error, RankFailedError):
             return error
-        deadline = time.monotonic() + max(timeout, 8 * self._period, silence + 3 * self._period)
-        known_at = math.inf  # when all ranks were first looked at
+        period, asked_at, known_at = self._signs.period, time.monotonic(), math.inf
+        deadline = asked_at + max(timeout, 8 * period, silence + 3 * period)
         broken = f"this broke here: {brief(error)}"
-        with self._asking():
-            while self.fault is None and not self._store_lost:
-                if self._signs.standings():
-                    known_at = min(known_at, time.monotonic())
-                silent = self._signs.silent(silence)
-                if len(silent) == 1 or (silent and time.monotonic() >= deadline):
-                    self._bury(silent, broken)
-                elif (silence and self._signs.all_live(known_at)) or not self._within(deadline):
+        with self._looking(silence, broken):
+            while self.fault is None and self._within(deadline):
+                if self._signs.looked_at > asked_at:
+                    known_at = min(known_at, self._signs.looked_at)
+                if silence and len(self._signs.live(known_at)) == len(self._signs.others):
                     break
             if self.fault is None and self._store_lost:
                 self._learn(FaultNotice.of(store_gone(broken), by=self.rank))
@@ -464,9 +448,8 @@ class FaultBoard:
     def close(self, timeout: float = _GOODBYE_S) -> bool:
         """Stop watching; idempotent.
 
-        The process that hosts the store waits until the others have left too, ``timeout`` seconds at most: torch prints
-        alarming messages when a store vanishes under it. After a failure it waits two seconds, and longer only for
-        ranks that still show signs of life.
+        The process that hosts the store waits until the others have left too or show no sign of life, ``timeout``
+        seconds at most: torch prints alarming messages when a store vanishes under it.
 
         Args:
             timeout: Longest wait, in seconds.
@@ -474,106 +457,79 @@ class FaultBoard:
         Returns:
             Whether the thread has ended.
         """
-        if os.getpid() != self._process:
-            return True  # a forked child ends: thread and connection are its parent's
+        if not self._thread.is_alive():
+            return True  # also in a forked child: thread and connection are its parent's
         self._watchdog.disarm()
-        now = time.monotonic()
-        with self._asking():
-            if not self._closing:
-                self._ready_to_leave = True
-                self._wake()
-                while behind := self._left_behind():
-                    alive = behind.difference(self._signs.silent())
-                    deadline = now + (timeout if alive or not self.hopeless else _LINGER_S)
-                    if not self._within(deadline):
-                        break
-                self._closing = True
-                self._wake()
+        deadline, hosts_store = time.monotonic() + timeout, self.rank == 0 and not agent_keeps_store()
+        with self._looking():
+            self._leaves = True
+            while hosts_store and self._present().difference(self._signs.silent()) and self._within(deadline):
+                pass
+            self._closing = True
+            self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(_STOP_S)
         atexit.unregister(self.close)
         return not self._thread.is_alive()
 
-    def _left_behind(self) -> set[int]:
-        """Ranks that still need the store of this process. Called under the condition."""
-        if not self._hosts_store:
-            return set()
-        if self._notice is None or self._notice.self_reported:
-            return self._present()
-        return self._present() - {self._notice.rank}  # it is dead
+    # ------------------------------------------------------------------ under the condition
 
     def _present(self) -> set[int]:
         """The other ranks that have not left."""
-        return set(self._others) - self._signs.left
-
-    def _vanished(self, silence: float | None) -> list[int]:
-        """Ranks that came, and have shown no sign of life for long: as threads ask, or while the training waits."""
-        silent = self._signs.silent(_VANISHED * NATIVE_S if silence is None else silence)
-        return silent if self.all_came else [rank for rank in silent if rank in self._signs.standings()]
-
-    def _locate(self, error: BaseException) -> BaseException:
-        """Name a rank that has vanished without breaking a connection; if all live, say what each is doing."""
-        if _WHERE in str(error):
-            return error
-        found = self.diagnose(error, silence=NATIVE_S)
-        if isinstance(found, RankFailedError):
-            return found
-        with self._changed:
-            where = self._signs.whereabouts() or "no rank answers"
-        located = SchedulerTimeoutError(f"{brief(error)} {_WHERE} {where}. The strategy's timeout allows more.")
-        located.__cause__ = error
-        return located
-
-    # ------------------------------------------------------------------ under the condition
+        return set(self._signs.others).difference(self._signs.left)
 
     def _wake(self) -> None:
         self._urgent = True
         self._changed.notify_all()
 
     @contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Make the thread look at the others often while the caller waits for what it learns. Under the condition."""
+    def _looking(self, silence: float = math.inf, broken: str = "") -> Iterator[None]:
+        """Make the thread look at the others often while the caller waits for what it learns. Under the condition.
+
+        Args:
+            silence: How long others must have shown no sign of life to count as dead.
+            broken: What has broken here, in words; then also those that never gave a sign of life.
+        """
         with self._changed:
-            self._askers += 1
+            self._asking.append((silence, broken))
             self._wake()
             try:
                 yield
             finally:
-                self._askers -= 1
-
-    def _bury(self, silent: Sequence[int], *broken: str) -> None:
-        """Tell all that ranks are dead."""
-        last = explain_death(self._signs.standings())
-        cause = "; ".join((_no_sign_of_life(silent), *broken)) + (f". {last}" if last else "")
-        self._find(RankFailedError(silent[0], cause))
-
-    def _find(self, failure: RankFailedError) -> None:
-        """Note and publish another rank's failure, which that rank does not publish itself."""
-        self._learn(FaultNotice.of(failure, by=self.rank))
-        self._post(failure)
+                self._asking.remove((silence, broken))
 
     def _within(self, deadline: float) -> bool:
         """Wait for the thread's next round; ``False`` if that is too late, or no round will come."""
         left = deadline - time.monotonic()
         if left <= 0 or self._store_lost or self._closing or not self._thread.is_alive():
             return False
-        self._changed.wait(min(left, self._period))
+        self._changed.wait(min(left, self._signs.period))
         return True
 
-    def _post(self, error: BaseException, *, patience: float = 0.0) -> None:
+    def _post(self, error: BaseException, *, orderly: bool = False) -> None:
         """Have ``error`` published, unless a failure has been published before."""
         if self._outgoing is None:
             step = self._watched[0].steps_handed_over() if self._watched else None
-            self._outgoing = FaultNotice.of(error, by=self.rank, patience=patience, step=step)
+            self._outgoing = FaultNotice.of(error, by=self.rank, orderly=orderly, step=step)
             self._wake()
 
     def _learn(self, notice: FaultNotice) -> None:
-        if self._notice is None:
-            self._notice, self.fault = notice, notice.as_error()
-            self._act_at = time.monotonic() + notice.patience
-            level = logging.INFO if notice.patience else logging.ERROR
-            log.log(level, "[rank %d] %s", self.rank, self.fault)
+        if self._found is None:
+            self._found = notice, notice.as_error()
+            log.log(logging.INFO if notice.orderly else logging.ERROR, "[rank %d] %s", self.rank, self.fault)
             self._wake()
+
+    def _find(self, failure: RankFailedError) -> None:
+        """Note and publish another rank's failure, which that rank does not publish itself."""
+        self._learn(FaultNotice.of(failure, by=self.rank))
+        self._post(failure)
+
+    def _bury(self, silent: Sequence[int], broken: str) -> None:
+        """Tell all that ranks are dead."""
+        last = explain_death(self._signs.standings())
+        others = f" (nor do ranks {', '.join(map(str, silent[1:]))})" if silent[1:] else ""
+        cause = f"it shows no sign of life{others}{broken and '; '}{broken}{last and '. '}{last}"
+        self._find(RankFailedError(silent[0], cause))
 
     def _lose_store(self) -> None:
         # At an orderly end rank 0 may leave first and take the store with it, so a lost store alone is no failure.
@@ -583,14 +539,16 @@ class FaultBoard:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
+        left = False  # has told that it leaves
         while True:
             with self._changed:
                 if not self._urgent:
-                    hurry = self._askers or any(stop.urgent for stop in self._stops)
-                    self._changed.wait(self._period / _HURRIES if hurry else self._period)
+                    hurry = self._asking or any(stop.urgent for stop in self._stops)
+                    self._changed.wait(self._signs.period / _HURRIES if hurry else self._signs.period)
                 self._urgent = False
-                closing = self._closing
-            self._talk()
+                closing, leaves, asking = self._closing, self._leaves, list(self._asking)
+            if not self._store_lost and (asking or not left):
+                left = self._talk(leaves, asking)
             self._react()
             with self._changed:
                 self._changed.notify_all()
@@ -598,55 +556,46 @@ class FaultBoard:
                 self._presence.close()
                 return
 
-    def _talk(self) -> None:
-        if self._store_lost or (self._left and not self._askers):
-            return
+    def _talk(self, leaves: bool, asking: list[tuple[float, str]]) -> bool:
+        """Talk to the store; returns whether it was told that this rank leaves."""
         if self._presence.gone():
             self._lose_store()
-            return
+            return False
+        silence, until = self._asked
+        wanted = time.monotonic() < until
         try:
             for stop in self._stops:
                 stop.look()
             notice = self._exchange_notices()
-            leaves = self._ready_to_leave
-            now = time.monotonic()
-            silence = min((each for each, until in list(self._silences.items()) if now < until), default=None)
-            standstill = self._signs.beat(
-                self._stand(), left=leaves, wanted=silence is not None, examine=bool(self._askers)
-            )
-            self._left = leaves
+            self._signs.give(self._stand(), left=leaves)
+            standstill = self._signs.watch(wanted=wanted, examine=bool(asking))
         except RuntimeError:
             self._lose_store()
-            return
+            return False
+        silence, broken = min([*asking, (silence, "")] if wanted else asking, default=(_VANISHED * NATIVE_S, ""))
+        dead = self._signs.silent(silence)
+        if not broken and not self._all_came:
+            dead = [rank for rank in dead if rank in self._signs.standings()]
         with self._changed:
             if notice is not None:
                 self._learn(notice)
-            elif standstill is not None and self._notice is None and self._outgoing is None:
+            elif standstill is not None and not self.hopeless:
                 self._find(RanksDivergedError(standstill))
-            elif self._notice is None and self._outgoing is None and (silent := self._vanished(silence)):
-                self._bury(silent)
+            elif dead and not self.hopeless:
+                self._bury(dead, broken)
+        return leaves
 
     def _stand(self) -> Standing:
         """Where this rank stands; after a failure, where it stood before."""
-        doing = ", ".join(phase() for phase in self._phases) or "in setup"
-        if self._standing is None or self._notice is not None or self._outgoing is not None:
-            return replace(self._stood, doing=doing)
+        if self.hopeless:
+            return self._signs.own
         try:
             standing = self._standing()
         except Exception:  # read while the training thread changes it
             log.debug("it is not known where this rank stands", exc_info=True)
-            standing = Standing()  # what was told before may not hold any more
-        wait = None if standing.ended else wait_of(self._training_thread)
-        if wait is not None:
-            standing = replace(
-                standing,
-                **wait._asdict(),
-                awaited_step=0,
-                batches=standing.batches - wait.outside,
-                epoch_batches=standing.epoch_batches - wait.outside,
-            )
-        self._stood = standing
-        return replace(standing, doing=doing)
+            return Standing()  # what was told before may not hold any more
+        wait = None if standing.ended else wait_of(self._watchdog.thread)
+        return standing if wait is None else replace(standing, **wait._asdict(), awaited_step=0)
 
     def _exchange_notices(self) -> FaultNotice | None:
         """Publish this rank's notice, if it has one, and return another rank's."""
@@ -655,40 +604,39 @@ class FaultBoard:
             answer = self._store.compare_set("fault", "", own)
             self._published = answer.decode() == own
             return None if self._published else FaultNotice.decode(answer)
-        if self._notice is None and not self._published and self._store.check(["fault"]):
+        if self._found is None and not self._published and self._store.check(["fault"]):
             return FaultNotice.decode(self._store.get("fault"))
         return None
 
     def _react(self) -> None:
         """Publish what has stopped this rank's scheduler, or stop it because of another rank."""
         with self._changed:
-            watched, notice, fault = list(self._watched), self._notice, self.fault
-            if notice is None and self._outgoing is None:
-                for error in (one.own_failure() for one in watched):
-                    if error is not None and not is_communication_error(error):  # the others are being diagnosed
-                        self._post(error)
-                        self._watchdog.arm(f"Rank {self.rank} failed: {error}")
-            due = self._act_at is not None and time.monotonic() >= self._act_at
-            if due:
-                self._act_at = None
-        if due and notice is not None and fault is not None:
+            for error in [] if self.hopeless else [one.own_failure() for one in self._watched]:
+                if error is not None and not is_communication_error(error):  # the others are being diagnosed
+                    self._post(error)
+                    self._watchdog.arm(f"Rank {self.rank} failed: {error}")
+            stops = self._found is not None and not self._found[0].orderly
+            watched = [*reversed(self._watched)] if stops else []  # the first one may wait a moment for messages
+            found, leaves = self._found, self._leaves
+        if stops and found is not None:
+            notice, fault = found
             self._watchdog.arm(str(fault))
-            if notice.diverged and wait_of(self._training_thread) is not None:
+            if notice.diverged and not leaves and wait_of(self._watchdog.thread) is not None:
                 # No other rank will come, and gloo has no other way to call a collective off.
                 group = dist.group.WORLD
                 with suppress(Exception):
                     if group is not None:
                         break_connections(group)
-            if notice.patience:
-                log.error("[rank %d] %s", self.rank, fault)
-            for one in reversed(watched):  # the first one is last, as it may wait a moment for messages to arrive
+            for one in watched:
                 try:
                     one.rank_failed(fault, notice.step)
                 except Exception:
                     log.exception("The scheduler could not be stopped.")
             with self._changed:
-                self._ready_to_leave = True
-                self._wake()
+                self._watched = [one for one in self._watched if one not in watched]
+                if not leaves:
+                    self._leaves = True
+                    self._wake()
         self._watchdog.check()
 
 
@@ -707,33 +655,29 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
         RanksUnreachableError: If this rank cannot connect to the others.
         RankFailedError: If another rank has failed. A rank that does not come back from torch is ended.
     """
-    board = FaultBoard.open(rank=rank, world_size=world_size, store=store)
-    board.all_came = True  # they have just met
-    if rank < 2:  # rank 0 for all, and rank 1 in case rank 0 has died
-        board.look_after_others(NATIVE_S, seconds=math.inf)
-    hint = threading.Timer(_CONNECTING_S, log.warning, [connection_hint(world_size, host, port)])
-    hint.name, hint.daemon = "bytescheduler-connecting", True
-    if rank == 0:
-        hint.start()
-    try:
-        yield board
-        if board.fault is not None:
-            raise board.fault
-    except Exception as error:
-        cause: BaseException = explain_connection(error, rank, host, port)
-        if cause is not error or is_communication_error(error):  # a rank that has died cannot be connected to either
-            found = board.diagnose(error, silence=NATIVE_S / 4)
-            cause = cause if found is error else found
-        if not board.publish(cause) and board.fault is not None and not isinstance(error, ByteSchedulerError):
-            cause = board.fault
-        if cause is error:
-            raise
-        raise cause from error
-    finally:
-        hint.cancel()
-        board.close()
-
-
-def _no_sign_of_life(silent: Sequence[int]) -> str:
-    others = "" if len(silent) == 1 else f" (nor do ranks {', '.join(map(str, silent[1:]))})"
-    return f"it shows no sign of life{others}"
+    with ExitStack() as opened:
+        board = FaultBoard.open(rank=rank, world_size=world_size, store=store, all_came=True)
+        opened.callback(board.close)
+        if rank < 2:  # rank 0 for all, and rank 1 in case rank 0 has died
+            board.look_after_others(NATIVE_S, seconds=math.inf)
+        if rank == 0:
+            hint = threading.Timer(_CONNECTING_S, log.warning, [connection_hint(world_size, host, port)])
+            hint.name, hint.daemon = "bytescheduler-connecting", True
+            hint.start()
+            opened.callback(hint.cancel)
+        try:
+            yield board
+            if board.fault is not None:
+                raise board.fault
+        except Exception as error:
+            cause: BaseException = explain_connection(error, rank, host, port)
+            if cause is not error or is_communication_error(
+                error
+            ):  # a rank that has died cannot be connected to either
+                found = board.diagnose(error, silence=NATIVE_S / 4)
+                cause = cause if found is error else found
+            if not board.publish(cause) and board.fault is not None and not isinstance(error, ByteSchedulerError):
+                cause = board.fault
+            if cause is error:
+                raise
+            raise cause from error

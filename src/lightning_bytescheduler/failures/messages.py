@@ -58,7 +58,7 @@ class FaultNotice(StoreMessage, frozen=True, kw_only=True):
         rank: The rank that failed; ``None`` if unknown.
         cause: Its error, in words.
         by: The rank that says so.
-        patience: How long the others may go on, in seconds.
+        orderly: Whether the others end by themselves, as all have agreed to.
         step: How many steps' gradients the failed rank has handed over completely; ``None`` if unknown. These still
             arrive everywhere if the other ranks wait a moment; later ones never will.
         diverged: Whether no rank failed, but the ranks wait for each other, as ``cause`` says.
@@ -67,22 +67,17 @@ class FaultNotice(StoreMessage, frozen=True, kw_only=True):
     rank: int | None
     cause: str
     by: int
-    patience: float = 0.0
+    orderly: bool = False
     step: int | None = None
     diverged: bool = False
 
     @classmethod
-    def of(cls, error: BaseException, *, by: int, patience: float = 0.0, step: int | None = None) -> FaultNotice:
+    def of(cls, error: BaseException, *, by: int, orderly: bool = False, step: int | None = None) -> FaultNotice:
         """The notice of rank ``by`` about ``error``: its own failure, or another rank's that it found out about."""
         if isinstance(error, RankFailedError):
             diverged = isinstance(error, RanksDivergedError)
-            return cls(rank=error.rank, cause=error.cause, by=by, patience=patience, diverged=diverged)
-        return cls(rank=by, cause=phrase(error), by=by, patience=patience, step=step)
-
-    @property
-    def self_reported(self) -> bool:
-        """Whether the failed rank says so itself. It is then still there, until the others know."""
-        return self.rank == self.by
+            return cls(rank=error.rank, cause=error.cause, by=by, orderly=orderly, diverged=diverged)
+        return cls(rank=by, cause=phrase(error), by=by, orderly=orderly, step=step)
 
     def as_error(self) -> RankFailedError:
         """The exception that the other ranks raise."""

@@ -146,15 +146,16 @@ class StorePresence:
     Args:
         host: The store's host; ``None`` for a store without connections, which is always there.
         port: The store's port.
+        timeout: Longest wait for it, in seconds.
 
     Raises:
         OSError: If nothing listens there.
     """
 
-    def __init__(self, host: str | None = None, port: int = 0) -> None:
+    def __init__(self, host: str | None = None, port: int = 0, timeout: float = _TIMEOUT.total_seconds()) -> None:
         self._socket: socket.socket | None = None
         if host is not None:
-            self._socket = socket.create_connection((host, port), timeout=_TIMEOUT.total_seconds())
+            self._socket = socket.create_connection((host, port), timeout)
             self._socket.setblocking(False)
 
     @property
@@ -179,6 +180,33 @@ class StorePresence:
             with contextlib.suppress(OSError):
                 self._socket.close()
             self._socket = None
+
+
+def find_store(host: str, port: int, *, who: str, timeout: float) -> StorePresence:
+    """Wait until there is a store at this address; says now and then that it does.
+
+    Args:
+        host: Where it will be.
+        port: Its port.
+        who: Waits, in words.
+        timeout: Longest wait, in seconds.
+
+    Raises:
+        SchedulerTimeoutError: If there is none in time.
+    """
+
+    def missing(waited: float) -> tuple[str, bool]:
+        return (
+            f"{who} has been waiting for {waited:.0f} s for rank 0 to open {host}:{port}. Is rank 0 started, and can "
+            f"it be reached from {socket.gethostname()}? MASTER_ADDR and MASTER_PORT say where it is."
+            f"{unknown_name(host)}"
+        ), True
+
+    for _ in _patient_looks(missing, timeout=timeout, failure=lambda: None):
+        with contextlib.suppress(OSError):  # torch would try for long and print much
+            presence = StorePresence(host, port, _CONNECT_S)
+            break
+    return presence
 
 
 def connect_to_store(store: dist.Store) -> tuple[dist.Store, StorePresence]:
@@ -391,7 +419,7 @@ class Meeting:
         opens = self.rank == 0 and not agent_keeps_store()
         try:
             if not opens:
-                self._look_for(host, port)
+                find_store(host, port, who=f"rank {self.rank}", timeout=self.timeout).close()
             # A rank of plain DDP that has the store waits until as many have connected.
             store = dist.TCPStore(
                 host,
@@ -449,19 +477,6 @@ class Meeting:
                     raise
         return met
 
-    def _look_for(self, host: str, port: int) -> None:
-        def who_is_missing(waited: float) -> tuple[str, bool]:
-            return (
-                f"rank {self.rank} has been waiting for {waited:.0f} s for rank 0 to open {host}:{port}. Is rank 0 "
-                f"started, and can it be reached from {socket.gethostname()}? MASTER_ADDR and MASTER_PORT say where it "
-                f"is.{unknown_name(host)}"
-            ), True
-
-        for _ in self._looks(who_is_missing):
-            with contextlib.suppress(OSError):  # torch would try for long and print much
-                socket.create_connection((host, port), timeout=_CONNECT_S).close()
-                return
-
     def _confirmed_name(self, place: dist.Store, own: str) -> str:
         """The name that rank 0 has confirmed to this rank, whose word is ``own``."""
 
@@ -472,7 +487,7 @@ class Meeting:
             ), self.rank == 1
 
         name = ""
-        for _ in self._looks(who_is_missing):
+        for _ in _patient_looks(who_is_missing, timeout=self.timeout, failure=lambda: None):
             if place.check(["name"]):
                 read = place.get("name").decode()
                 if read != name:
@@ -481,9 +496,6 @@ class Meeting:
                 if place.check([f"{name}/confirmed/{own}"]):
                     break
         return name
-
-    def _looks(self, who_is_missing: _Missing) -> Iterator[float]:
-        return _patient_looks(who_is_missing, timeout=self.timeout, failure=lambda: None)
 
 
 def unknown_name(host: str) -> str:

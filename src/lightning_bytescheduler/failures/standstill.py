@@ -36,9 +36,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from msgspec.structs import replace
 
-from lightning_bytescheduler.failures.messages import RANKS_SHOWN, StoreMessage, names_of, values_of
+from lightning_bytescheduler.failures.messages import RANKS_SHOWN, StoreMessage, values_of
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +51,15 @@ class Watchdog:
     Args:
         patience: Seconds the thread has to come back after :meth:`arm`.
         end: Ends the process with an exit code, at once.
+
+    Attributes:
+        thread: Identifier of that thread.
     """
 
     def __init__(self, patience: float = _PATIENCE_S, end: Callable[[int], object] = os._exit) -> None:
         self._patience = patience
         self._end = end
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._why: str | None = None
         self._since = 0.0
         self._suspended = False
@@ -96,7 +98,7 @@ class Watchdog:
         self._end(1)
 
     def _report(self) -> None:
-        frame = sys._current_frames().get(self._thread)
+        frame = sys._current_frames().get(self.thread)
         log.critical(
             "%s. The training thread did not come back within %g s, so its process is ended. It was at:\n%s",
             (self._why or "").rstrip("."), self._patience, "".join(traceback.format_stack(frame)) if frame else "",
@@ -122,6 +124,8 @@ _ALIKE = (
 )
 _UNUSED_NUMBER = 2**30  # no message uses it
 
+PERIOD_S = 0.25
+"""Seconds between two signs of life."""
 _CURIOUS_S = 1.0  # of waiting, before it looks at the others
 _CERTAIN_S = 3.0  # how long ranks must have stayed where they are
 _BEATS_MISSED = 5
@@ -134,43 +138,33 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
     """One rank's place in a fit.
 
     Attributes:
-        doing: What its schedulers are doing, in words.
-        place: The batch, the epoch and the hook, in words; empty if they are not followed.
+        place: Where it is, in words, such as the batch, the epoch and the hook; empty in setup.
         steps: Backward passes whose gradients it has handed over completely.
         launched: Collectives that it has begun on the default group.
         awaited_step: The step whose gradients its training thread waits for; 0 for none.
         collective: The collective that its training thread is in; on the default group, the one with the number
             ``launched``.
-        begins_batch: Whether that is the collective with which Lightning begins each batch.
-        outside: Whether it waits for that outside the default group.
+        begins_batch: Whether it waits there until the others have begun its last batch, too, and not on the default
+            group.
         ended: Whether it has left the fit.
         batches: Batches that it has begun in this fit.
-        launched_at_batch: ``launched`` as of the beginning of the last of these batches, where Lightning begins each
-            with a collective; else 0.
         epoch: The epoch it is in, or was in last.
         epoch_batches: Batches that it has begun in that epoch.
         is_last: Whether the last of these is the epoch's last.
-        through: Whether the last of these has ended, too.
-        last_epoch: Batches of the epoch before; 0 if there was none.
         expected: How many batches its epochs have; 0 if unknown.
     """
 
-    doing: str = ""
     place: str = ""
     steps: int = 0
     launched: int = 0
     awaited_step: int = 0
     collective: str = ""
     begins_batch: bool = False
-    outside: bool = False
     ended: bool = False
     batches: int = 0
-    launched_at_batch: int = 0
     epoch: int = 0
     epoch_batches: int = 0
     is_last: bool = False
-    through: bool = False
-    last_epoch: int = 0
     expected: int = 0
 
     @property
@@ -178,14 +172,16 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
         """Whether its training thread waits for other ranks."""
         return bool(self.awaited_step or self.collective)
 
-    def is_as(self, other: Standing) -> bool:
-        """Whether it is the same place. The schedulers' words may go on changing while a rank waits."""
-        return replace(self, doing=other.doing) == other
-
-    @property
-    def has_or_begins(self) -> int:
-        """Batches that it has begun, with the one that it is about to begin."""
-        return self.batches + self.begins_batch
+    def waits_for(self, other: Standing) -> bool:
+        """Whether the other rank has not come to what this one waits for."""
+        if self.awaited_step:
+            return other.steps < self.awaited_step
+        if self.begins_batch:
+            return other.batches < self.batches
+        if not self.collective or other.ended:  # after the fit, that one may call it, too
+            return False
+        met = other.launched == self.launched and other.collective and not other.begins_batch
+        return other.launched < self.launched or bool(met and other.collective != self.collective)
 
     def describe(self) -> str:
         """The place in words."""
@@ -196,17 +192,14 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
         if self.awaited_step:
             waits = f", waits for the gradients of step {self.awaited_step}"
         elif self.begins_batch:
-            waits = (
-                f", waits for the others to begin its batch {self.epoch_batches + 1}{expected} of epoch {self.epoch}"
-            )
+            waits = f", waits for the others to begin its batch {self.epoch_batches}{expected} of epoch {self.epoch}"
         elif self.collective:
             waits = f", waits in {self.collective}, collective {self.launched} of the default group"
         batches = (
-            f"has ended epoch {self.epoch} after {self.epoch_batches} batches"
-            if self.through
-            else f"has begun {self.epoch_batches}{expected} batches of epoch {self.epoch}"
+            f" (has begun {self.epoch_batches}{expected} batches of epoch {self.epoch}, {self.batches} in all, and "
+            f"handed over {self.steps} gradients)"
         )
-        return f"is {self.place}{waits} ({batches}, {self.batches} in all, and handed over {self.steps} gradients)"
+        return f"is {self.place or 'in setup'}{waits}{batches if self.batches else ''}"
 
 
 def explain_death(standings: Mapping[int, Standing]) -> str:
@@ -220,7 +213,7 @@ def explain_death(standings: Mapping[int, Standing]) -> str:
     standings = {rank: standing for rank, standing in standings.items() if standing.place}
     if not standings:
         return ""
-    where = f"By the last signs of life, four in a second, {_where(standings)}."
+    where = f"By the last signs of life, four in a second, {whereabouts(standings)}."
     return f"{where} {_EVEN}" if _uneven(standings) else where
 
 
@@ -234,98 +227,57 @@ def find_standstill(standings: Mapping[int, Standing]) -> str | None:
         Where each rank stands, what led to it, and the ways out. ``None`` if the ranks may go on: one of them is not
             waiting, or will get what it waits for.
     """
-    pairs = list(permutations(standings.values(), 2))
+    pairs = [(one, other) for one, other in permutations(standings.values(), 2) if not one.ended]
     # A rank that computes may still come; a rank that has ended never will.
     all_wait = all(standing.ended or standing.waits for standing in standings.values())
-    if any(_waits_for_the_gone(*pair) or (all_wait and _crossed(*pair)) for pair in pairs):
-        return _explain(standings)
+    for one, other in pairs:
+        if one.waits_for(other) and (other.ended or (all_wait and other.waits_for(one))):
+            return _explain(standings)
     return None
 
 
-def _waits_for_the_gone(one: Standing, other: Standing) -> bool:
-    """Whether the other has left the fit without the gradients, or the batch, that this one waits for."""
-    if not other.ended or one.ended:
-        return False
-    lacks_gradients = other.steps < one.awaited_step
-    return lacks_gradients or (one.begins_batch and one.has_or_begins > other.batches)
-
-
-def _crossed(one: Standing, other: Standing) -> bool:
-    """Whether each waits for something that the other does only after its own wait."""
-    if one.ended or other.ended:
-        return False
-    if one.awaited_step > other.steps and other.collective:
-        if other.outside:
-            return other.has_or_begins > one.batches
-        if other.launched > one.launched:
-            return True
-        # The other is in the collective with which this rank began a batch that the other has not come to.
-        began = one.batches > other.batches and one.launched_at_batch == other.launched
-        return began and not other.begins_batch
-    if one.outside or other.outside:
-        # This rank waits until the other begins a batch, and the other is in a collective that this rank has not come
-        # to.
-        waits = one.outside and one.has_or_begins > other.batches
-        return waits and not other.outside and bool(other.collective) and other.launched > one.launched
-    if one.collective and other.collective and one.launched == other.launched:
-        return one.collective != other.collective or one.begins_batch != other.begins_batch
-    return False
-
-
-def _explain(standings: Mapping[int, Standing]) -> str:
-    if _uneven(standings):
-        stopped = any(one.ended and 0 < one.epoch_batches < one.expected for one in standings.values())
-        return (
-            f"The ranks have different numbers of batches, and wait for each other: {_where(standings)}. {_EVEN}"
-            f"{_STOPPED if stopped else ''}"
-        )
-    return f"The ranks wait for each other in different places: {_where(standings)}. {_ALIKE}"
-
-
-def _where(standings: Mapping[int, Standing]) -> str:
+def whereabouts(standings: Mapping[int, Standing]) -> str:
+    """Where ranks stand, in words."""
     shown = sorted(standings.items())[:RANKS_SHOWN]
     more = f"; and {len(standings) - RANKS_SHOWN} more" if len(standings) > RANKS_SHOWN else ""
     return "; ".join(f"rank {rank} {standing.describe()}" for rank, standing in shown) + more
 
 
+def _explain(standings: Mapping[int, Standing]) -> str:
+    if not _uneven(standings):
+        return f"The ranks wait for each other in different places: {whereabouts(standings)}. {_ALIKE}"
+    stopped = any(one.ended and 0 < one.epoch_batches < one.expected for one in standings.values())
+    return (
+        f"The ranks have different numbers of batches, and wait for each other: {whereabouts(standings)}. {_EVEN}"
+        f"{_STOPPED if stopped else ''}"
+    )
+
+
 def _uneven(standings: Mapping[int, Standing]) -> bool:
-    return any(_has_fewer(one, other) for one, other in permutations(standings.values(), 2))
-
-
-def _has_fewer(one: Standing, other: Standing) -> bool:
-    """Whether a rank is seen to have fewer batches than the other one."""
-    if 0 < one.expected < other.expected or 0 < one.last_epoch < other.last_epoch:
-        return True
-    if one.ended:
-        return one.batches < other.has_or_begins
-    same = one.is_last and not one.outside and one.epoch == other.epoch  # outside, it has not begun the last one yet
-    return same and one.epoch_batches < other.epoch_batches + other.begins_batch
+    """Whether a rank is seen to have fewer batches than another one."""
+    return any(
+        0 < one.expected < other.expected
+        or (one.batches < other.batches and (one.ended or (one.is_last and one.epoch == other.epoch)))
+        for one, other in permutations(standings.values(), 2)
+    )
 
 
 class Wait(NamedTuple):
-    """What a thread waits for, in the words of :class:`Standing`.
-
-    Attributes:
-        collective: Its name.
-        begins_batch: Whether it is called before each batch.
-        outside: Whether it belongs to another group, and the batch that it begins has been counted already. Where
-            buffers are sent late, a validation may begin there too, and counts as the batch before it.
-    """
+    """What a thread waits for; see :class:`Standing`."""
 
     collective: str
     begins_batch: bool = False
-    outside: bool = False
 
 
 _waits: dict[int, Wait] = {}  # by thread identifier
 
 
 @contextmanager
-def waiting(collective: str, *, begins_batch: bool = False, outside: bool = False) -> Iterator[None]:
-    """Note that this thread waits for the other ranks within this context; see :class:`Wait`."""
+def waiting(collective: str, *, begins_batch: bool = False) -> Iterator[None]:
+    """Note that this thread waits for the other ranks within this context; see :class:`Standing`."""
     thread = threading.get_ident()
     before = _waits.get(thread)
-    _waits[thread] = Wait(collective, begins_batch, outside)
+    _waits[thread] = Wait(collective, begins_batch)
     try:
         yield
     finally:
@@ -358,12 +310,12 @@ def break_connections(group: dist.ProcessGroup) -> None:
 
 
 class Sign(StoreMessage, frozen=True, kw_only=True):
-    """A rank's sign of life.
+    """A sign of life.
 
     Attributes:
-        beat: How often it has given one; 0 for never.
-        standing: Where it stands.
-        left: Whether it is the last one, as this rank needs the store for nothing more.
+        beat: How often it was given; 0 for never.
+        standing: Where its giver stands.
+        left: Whether it is the last one: its giver has ended in order, or for the reason that it gives as its place.
     """
 
     beat: int = 0
@@ -376,114 +328,115 @@ class _Seen(NamedTuple):
     alive_at: float  # when its last beat was first seen
     still_since: float  # since when it has stood where it stands
 
+    def then(self, sign: Sign, now: float) -> _Seen:
+        """What is known once ``sign`` is seen."""
+        alive_at = self.alive_at if sign.beat == self.sign.beat else now
+        return _Seen(sign, alive_at, self.still_since if sign.standing == self.sign.standing else now)
+
 
 class VitalSigns:
-    """One rank's view of all ranks: whether they live, where they say they stand, and whether they wait forever.
+    """What ranks, or parameter servers, write on a store four times a second; and one process's view of the others.
 
-    Only the board's thread may call methods that use the store.
+    One thread at a time calls methods that use the store.
 
     Args:
-        store: Where the ranks write these.
-        rank: This rank.
-        others: All other ranks.
+        store: Where they write.
+        rank: This process.
+        others: Those that are looked at.
         period: Time between two beats, in seconds.
 
     Attributes:
-        left: The other ranks that were seen to leave.
+        others: As given.
+        period: As given.
+        looked_at: When it last looked.
     """
 
-    def __init__(self, store: dist.Store, rank: int, others: Sequence[int], period: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, others: Sequence[int] = (), period: float = PERIOD_S) -> None:
         self._store = store
         self._rank = rank
-        self._others = others
-        self._period = period
+        self.others = others
+        self.period = period
         # Spares the store's host when there are many ranks.
         self._every = min(max(_LOOK_S, len(others) / 64), _STALL_S / 2)
         self._told = _Seen(Sign(), 0.0, 0.0)
         self._came: list[int] = []  # the others that have given a sign
-        self._looked_at = 0.0
         self._seen: dict[int, _Seen] = {}
-        self.left: set[int] = set()
+        self.looked_at = 0.0
 
-    def beat(
-        self, standing: Standing, *, left: bool = False, wanted: bool = False, examine: bool = False
-    ) -> str | None:
-        """Show that this rank is alive and where it stands. Look at the others if it has waited for a while.
+    def give(self, standing: Standing, *, left: bool = False) -> None:
+        """Show that this process is alive, and where it stands."""
+        sign = Sign(beat=self._told.sign.beat + 1, standing=standing, left=left)
+        self._told = self._told.then(sign, time.monotonic())
+        self._store.set(f"signs/{self._rank}", sign.encode())
+
+    def watch(self, *, wanted: bool = False, examine: bool = False) -> str | None:
+        """Look at the others if this rank has waited for a while.
 
         Args:
-            standing: Where this rank stands.
-            left: Whether it leaves.
-            wanted: Look at the others now and then, even if it does not wait.
-            examine: Look at the others at once.
+            wanted: Look now and then, even if it does not wait.
+            examine: Look at once.
 
         Returns:
             How the ranks wait for each other forever, if they do; see :func:`find_standstill`.
         """
         now = time.monotonic()
-        self._told = _next(self._told, Sign(beat=self._told.sign.beat + 1, standing=standing, left=left), now)
-        self._store.set(f"signs/{self._rank}", self._told.sign.encode())
-        waits = standing.waits and now >= self._told.still_since + _CURIOUS_S
-        if examine or ((waits or wanted) and now >= self._looked_at + self._every):
-            self._examine(now)
-            return self._standstill(now) if waits else None
-        if not waits and not wanted:
-            self._seen = {}
-        return None
+        waits = self.own.waits and now >= self._told.still_since + _CURIOUS_S
+        if not examine and not ((waits or wanted) and now >= self.looked_at + self._every):
+            return None
+        self.look()
+        return self._standstill(now) if waits else None
+
+    def look(self, others: Sequence[int] | None = None) -> None:
+        """Look at the others now; at ``others`` from now on, if given."""
+        now, self.others = time.monotonic(), self.others if others is None else others
+        if now > self.looked_at + _STALL_S:
+            self._seen = {}  # all may have been stopped together, and this one be the first to go on
+        keys = {rank: f"signs/{rank}" for rank in self.others}
+        self._came += [rank for rank in self.others if rank not in self._came and self._store.check([keys[rank]])]
+        signs = dict.fromkeys(self.others, Sign())
+        texts = values_of(self._store, [keys[rank] for rank in self._came])
+        signs.update(zip(self._came, map(Sign.decode, texts), strict=True))
+        self._seen = {rank: self._seen.get(rank, _Seen(sign, now, now)).then(sign, now) for rank, sign in signs.items()}
+        self.looked_at = now
+
+    @property
+    def own(self) -> Standing:
+        """Where this process last said that it stands."""
+        return self._told.sign.standing
+
+    @property
+    def left(self) -> dict[int, str]:
+        """Those that have left, and why; a reason is empty where that was in order."""
+        return {rank: seen.sign.standing.place for rank, seen in self._seen.items() if seen.sign.left}
 
     def silent(self, at_least: float = 0.0) -> list[int]:
-        """Ranks that missed five beats since they were looked at, and showed none for ``at_least`` seconds.
+        """Those that missed five beats since they were looked at, and showed none for ``at_least`` seconds.
 
-        Ranks that have left in order do not count.
+        Those that have left do not count. The one that was silent first is the first.
         """
-        patience = max(_BEATS_MISSED * self._period, at_least)
-        return [
+        patience = max(_BEATS_MISSED * self.period, at_least)
+        silent = [
             rank
             for rank, seen in self._seen.items()
-            if not seen.sign.left and self._looked_at - seen.alive_at > patience
+            if not seen.sign.left and self.looked_at - seen.alive_at > patience
         ]
+        return sorted(silent, key=lambda rank: self._seen[rank].alive_at)
 
-    def all_live(self, since: float) -> bool:
-        """Whether all other ranks have shown a sign of life since then, or have left in order."""
-        seen = [self._seen.get(rank) for rank in self._others]
-        return all(one and (one.sign.left or (one.sign.beat and one.alive_at > since)) for one in seen)
+    def live(self, since: float) -> list[int]:
+        """Those that have shown a sign of life since then, or have left."""
+        seen = self._seen.items()
+        return [rank for rank, one in seen if one.sign.left or (one.sign.beat and one.alive_at > since)]
 
     def standings(self) -> dict[int, Standing]:
         """Where all ranks last said that they stand; empty if no other rank's place is known."""
         found = {rank: seen.sign.standing for rank, seen in self._seen.items() if seen.sign.beat}
-        return {**found, self._rank: self._told.sign.standing} if found else {}
-
-    def whereabouts(self) -> str:
-        """What the ranks are doing, with ranks that do the same grouped; empty if nothing is known."""
-        by_place: dict[str, list[int]] = {}
-        for rank, standing in sorted(self.standings().items()):
-            by_place.setdefault(", ".join(filter(None, (standing.doing, standing.place))), []).append(rank)
-        return "; ".join(f"{names_of(ranks)}: {place}" for place, ranks in by_place.items())
-
-    def _examine(self, now: float) -> None:
-        if now > self._looked_at + _STALL_S:
-            self._seen = {}  # all may have been stopped together, and this rank be the first to go on
-        keys = {rank: f"signs/{rank}" for rank in self._others}
-        self._came += [rank for rank in self._others if rank not in self._came and self._store.check([keys[rank]])]
-        signs = dict.fromkeys(self._others, Sign())
-        texts = values_of(self._store, [keys[rank] for rank in self._came])
-        signs.update(zip(self._came, map(Sign.decode, texts), strict=True))
-        self._seen = {rank: _next(self._seen.get(rank), sign, now) for rank, sign in signs.items()}
-        self.left = {rank for rank, sign in signs.items() if sign.left}
-        self._looked_at = now
+        return {**found, self._rank: self.own} if found else {}
 
     def _standstill(self, now: float) -> str | None:
         if not all(seen.sign.beat for seen in self._seen.values()):
             return None  # a rank is not there yet
-        fresh = _FRESH_BEATS * self._period
+        fresh = _FRESH_BEATS * self.period
         if any(now > seen.alive_at + fresh for seen in self._seen.values() if not seen.sign.standing.ended):
             return None  # what was told may be out of date
         same_since = max(seen.still_since for seen in (self._told, *self._seen.values()))
         return find_standstill(self.standings()) if now >= same_since + _CERTAIN_S else None
-
-
-def _next(last: _Seen | None, sign: Sign, now: float) -> _Seen:
-    """What is known of a rank that gives ``sign``."""
-    if last is None:
-        return _Seen(sign, now, now)
-    same = sign.standing.is_as(last.sign.standing)
-    return _Seen(sign, last.alive_at if sign.beat == last.sign.beat else now, last.still_since if same else now)
