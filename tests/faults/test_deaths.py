@@ -60,7 +60,7 @@ def test_a_death_while_credit_and_partition_are_tuned(nursery: Nursery, tmp_path
         "steps": 300,
         "rows": 1000,
         "val_batches": 0,
-        "tuner": {"trials": 15, "steps_per_trial": 6, "warm_up": 2},
+        "tuner": {"trials": 15, "steps_per_trial": 6},
     }
     ranks = run(nursery, Scenario(world_size=2, options=options), tmp_path)
     check_end(ranks, failed=1, code=-9, says="Rank 1 failed: it shows no sign of life")
