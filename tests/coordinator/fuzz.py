@@ -81,7 +81,7 @@ def _digest(server: CoordinatorServer) -> str:
         members = sorted((member.name, member.digest) for member in service.run.members)
         return {
             "lineage": [service.run.lineage.version, service.run.lineage.chain],
-            "round": service.run.scheduler.round,
+            "round": service.run.rounds.round,
             "samples": service.run.samples,
             "members": [f"{name} {digest}" for name, digest in members],
             "outer": weights._snapshot(),

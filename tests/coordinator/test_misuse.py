@@ -185,7 +185,7 @@ def test_an_update_that_was_announced_is_added_whatever_else_fails(monkeypatch: 
     async def work(one: SmallWorker) -> None:
         await one.join()
         round = await one.start()
-        monkeypatch.setattr(server.service.run.scheduler, "handle", fails)
+        monkeypatch.setattr(server.service.run.rounds, "handle", fails)
         url, body = one.url + protocol.update_path(round, 0), bytes(4 * ELEMENTS)
         said = {protocol.DIGEST_HEADER: xxhash.xxh3_128_hexdigest(body), protocol.SAMPLES_HEADER: "1"}
         async with one.http.put(url, data=body, headers={**one.headers, **said, protocol.STEPS_HEADER: "1"}) as answer:

@@ -188,6 +188,32 @@ def test_a_round_that_workers_know_to_be_over_is_saved_whole(tmp_path: Path, mon
     assert all(torch.equal(saved["tensors"][f"weights.{name}"], weight) for name, weight in weights.items())
 
 
+def test_workers_hear_of_the_last_round_when_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end then: a coordinator that had lost it would wait for them without end."""
+    write, writes, may_write = StateStore.write, threading.Event(), threading.Event()
+
+    def slow_write(store: StateStore, state: Any) -> None:
+        if state["run"]["version"] == 1:
+            writes.set()
+            assert may_write.wait(60)
+        write(store, state)
+
+    monkeypatch.setattr(StateStore, "write", slow_write)
+
+    async def work(one: SmallWorker) -> None:
+        await one.join()
+        part = asyncio.ensure_future(one.take_part(updates_of(1)[0], samples=1))
+        assert await asyncio.to_thread(writes.wait, 60)
+        assert server.status().phase == "merging"
+        assert not part.done()
+        may_write.set()
+        assert (await part).stop
+        await one.wait_for(messages.TrainingOver)
+
+    with CoordinatorServer(options_of(outer_steps=1), store=StateStore(str(tmp_path))) as server:
+        in_a_run(server, 1, work)
+
+
 def test_a_late_update_is_dropped() -> None:
     async def work(one: SmallWorker, other: SmallWorker) -> None:
         await join_all(one, other)

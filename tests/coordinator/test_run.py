@@ -82,6 +82,7 @@ class Played:
         digest = DIGEST if total else ""
         merge.digest, merge.total = digest, total
         self.run.merged(merge, oldest_mean=1)
+        self.run.announce(merge)
 
     def one_round(self, *members: Member, round: int, steps: int) -> None:
         for member in members:
@@ -113,14 +114,14 @@ def test_a_worker_that_was_killed_and_started_anew_is_waited_for_once() -> None:
     again = played.hello("other")
     assert again.name == "other"
     assert again.incarnation > other.incarnation
-    assert list(played.run.scheduler.workers) == [one.name]  # until it joins
+    assert list(played.run.rounds.workers) == [one.name]  # until it joins
     played.say(again, join(again))
-    assert len(played.run.scheduler.workers) == 2
+    assert len(played.run.rounds.workers) == 2
 
 
 def test_an_update_of_a_former_process_does_not_end_the_round_of_the_one_that_has_its_name() -> None:
     played, _, other = begun()
-    number = played.run.scheduler.round
+    number = played.run.rounds.round
     played.step(other, number, 10)
     offer = played.offer(other, number, 10)
     played.run.sending(offer, played.now)
@@ -145,7 +146,7 @@ def test_steps_of_a_worker_that_was_given_up_count_when_it_comes_back_in_the_sam
     assert not played.welcome.fetch
     told = played.say(back, join(back, round=2, steps=30, samples=30))
     assert messages.Acknowledge(round=2, reported=30) in told
-    assert played.run.scheduler.left == 60
+    assert played.run.rounds.left == 60
 
 
 def test_the_lead_of_a_worker_that_has_died_does_not_wait_for_its_lease() -> None:
@@ -172,7 +173,7 @@ def test_steps_with_other_weights_do_not_count() -> None:
     back = played.hello("other", session=other.session, version=1, chain="e" * 32)
     assert played.welcome.fetch
     played.say(back, join(back, round=2, steps=30, samples=30))
-    assert played.run.scheduler.left == 90
+    assert played.run.rounds.left == 90
 
 
 def test_steps_of_the_open_round_count_after_a_restart() -> None:
@@ -188,9 +189,9 @@ def test_steps_of_the_open_round_count_after_a_restart() -> None:
     assert again.say(one, join(one, round=2, steps=30, samples=30)) == []
     again.step(one, 2, 31)
     again.say(other, join(other, round=2, steps=40, samples=40))
-    assert (again.run.scheduler.round, again.run.scheduler.left) == (2, 30)
+    assert (again.run.rounds.round, again.run.rounds.left) == (2, 30)
     again.step(one, 2, 32)
-    assert again.run.scheduler.left == 28
+    assert again.run.rounds.left == 28
 
 
 @pytest.mark.parametrize(("damage", "says"), [({"version": -1}, r"\$\.version"), ({"chain": None}, r"\$\.chain")])
@@ -214,10 +215,10 @@ def test_a_restart_before_the_first_round_waits_for_as_many_workers_as_the_start
     one = again.hello("one")
     again.say(one, join(one))
     again.run.tick(again.now)
-    assert again.run.scheduler.round == 0
+    assert again.run.rounds.round == 0
     other = again.hello("other")
     again.say(other, join(other))
-    assert again.run.scheduler.round == 1
+    assert again.run.rounds.round == 1
 
 
 def test_an_update_without_samples_that_is_sent_twice_is_known() -> None:
@@ -248,7 +249,7 @@ def test_who_fetches_weights_and_answers_pings_is_counted_on() -> None:
         played.step(one, 2, int(played.now))
         played.run.alive(other, played.now)
     played.say(one, messages.PauseRounds(worker="one"))
-    assert not played.run.scheduler.collecting  # the other's update is still to come
+    assert not played.run.rounds.collecting  # the other's update is still to come
     assert played.merges == []
 
 
@@ -284,12 +285,12 @@ def test_a_member_with_ill_will_does_not_end_the_run(number: int, seconds: float
         for steps in (1, 2, 3):
             played.step(good, round, steps)
         for member, steps in ((good, 3), (other, number)):
-            if played.run.scheduler.expects(member.name, round):
+            if played.run.rounds.expects(member.name, round):
                 played.send(member, round, steps)
         played.run.tick(played.now)
         if not played.merges:  # a round goes on without it at its deadline
-            assert played.run.scheduler.next_tick is not None
-            played.now = max(played.now, played.run.scheduler.next_tick)
+            assert played.run.rounds.next_tick is not None
+            played.now = max(played.now, played.run.rounds.next_tick)
             played.run.tick(played.now)
         played.merge()
         for _, message in played.posted:  # which honest workers read, too

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.messages import (
     JoinRounds,
     Message,
@@ -15,6 +14,7 @@ from lightning_bytescheduler.diloco.messages import (
 )
 from lightning_bytescheduler.diloco.round_end import RoundOptions, SampleTarget
 from lightning_bytescheduler.diloco.round_record import RoundRecord
+from lightning_bytescheduler.diloco.rounds import Rounds
 
 MERGED = ""
 """Stands for a worker's name: its entries are ended rounds, with the workers that were merged."""
@@ -25,7 +25,7 @@ class Bench:
 
     def __init__(self, target=None, **options: Any) -> None:
         self.records: list[RoundRecord] = []
-        self.scheduler = BatchScheduler(
+        self.scheduler = Rounds(
             SampleTarget(100) if target is None else target,
             RoundOptions(**{"grace": 5.0, **options}),
             post=self._hear,
@@ -56,6 +56,7 @@ class Bench:
     def _end(self, record: RoundRecord) -> None:
         self.records.append(record)
         self._told.setdefault(MERGED, []).append((record.round, record.merged))
+        self.scheduler.go_on()
 
     def pass_time(self) -> None:
         """Move the clock to when something changes by itself."""

@@ -11,19 +11,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.messages import (
+    FromWorker,
     JoinRounds,
     LeaveRounds,
     Message,
     PseudoGradientArrived,
     RoundStarted,
     SendingPseudoGradient,
-    ToScheduler,
 )
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.diloco.round_end import RoundOptions, RoundTarget
 from lightning_bytescheduler.diloco.round_record import RoundRecord
+from lightning_bytescheduler.diloco.rounds import Rounds
 
 
 @dataclass(kw_only=True)
@@ -94,7 +94,7 @@ def simulate(
     loss: float = 0.0,
     doubling: float = 0.0,
     until: float = math.inf,
-    kind: type[BatchScheduler] = BatchScheduler,
+    kind: type[Rounds] = Rounds,
     lease: float = math.inf,
     restarts: tuple[float, ...] = (),
 ) -> SimulatedRun:
@@ -118,7 +118,7 @@ class _Run:
         chance: random.Random,
         loss: float,
         doubling: float,
-        kind: type[BatchScheduler],
+        kind: type[Rounds],
         lease: float,
         restarts: tuple[float, ...],
     ) -> None:
@@ -149,6 +149,7 @@ class _Run:
         assert record.round == len(self.seen.rounds) + 1
         self.seen.rounds.append(record)
         self._saved = self.scheduler.rounds_over
+        self.scheduler.go_on()
 
     def _restart(self) -> None:
         self.scheduler = self._watched()
@@ -156,7 +157,7 @@ class _Run:
         for worker in self.workers.values():
             worker.join_again()
 
-    def _watched(self) -> BatchScheduler:
+    def _watched(self) -> Rounds:
         made = self._make()
         collect = made._collect
 
@@ -167,11 +168,11 @@ class _Run:
         made._collect = noted  # type: ignore[method-assign,assignment]
         return made
 
-    def to_scheduler(self, message: ToScheduler, delay: float) -> None:
+    def to_scheduler(self, message: FromWorker, delay: float) -> None:
         for late in self._copies(delay):
             self.at(self.now + late, partial(self._hear, message))
 
-    def _hear(self, message: ToScheduler) -> None:
+    def _hear(self, message: FromWorker) -> None:
         self.scheduler.handle(message, now=self.now)
         self._await_tick()
 
@@ -230,7 +231,7 @@ class _Worker:
         self.run, self.machine, self.session = run, machine, session
         self.counter = _Counter(name)
         self.busy = False
-        self.last_said: ToScheduler = JoinRounds(worker=name)
+        self.last_said: FromWorker = JoinRounds(worker=name)
         self.asked = 0
         self.fetching: int | None = None
         self.fetched: int | None = None
@@ -300,7 +301,7 @@ class _Worker:
         if not self.busy and not self.gone:
             self._go_on()
 
-    def _say(self, message: ToScheduler) -> None:
+    def _say(self, message: FromWorker) -> None:
         self.last_said = message
         self.run.to_scheduler(message, self.machine.delay)
         self.asked += 1

@@ -1,4 +1,4 @@
-"""Message by message; what comes of it with many workers is in test_rounds.py."""
+"""The rounds message by message; what comes of it with many workers is in test_rounds.py."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.messages import (
     Acknowledge,
+    EndRound,
     JoinRounds,
     LeaveRounds,
     PseudoGradientArrived,
@@ -20,6 +20,7 @@ from lightning_bytescheduler.diloco.messages import (
     TrainingOver,
 )
 from lightning_bytescheduler.diloco.round_end import FastestSteps, FixedSteps, RoundOptions, RoundTarget, SampleTarget
+from lightning_bytescheduler.diloco.rounds import Rounds
 from lightning_bytescheduler.exceptions import OptionError
 from tests.diloco.bench import MERGED, Bench
 from tests.diloco.simulated_run import Machine, simulate
@@ -228,13 +229,52 @@ def test_one_who_has_left_does_not_come_back_with_an_old_report() -> None:
     assert bench.say(JoinRounds(worker="b")) == {"b": [StartRound(round=1)]}
 
 
-def test_when_the_last_one_leaves_the_round_is_over_and_the_next_joiner_starts_another() -> None:
+def test_when_the_last_one_leaves_and_has_sent_nothing_the_next_joiner_begins_the_round_anew() -> None:
     bench = Bench()
     bench.start("a")
     bench.steps(5, "a")
-    assert bench.say(LeaveRounds(worker="a"))[MERGED][-1] == (1, ())
+    assert bench.say(LeaveRounds(worker="a")) == {}
     assert bench.scheduler.next_tick is None
-    assert bench.say(JoinRounds(worker="b")) == {"b": [StartRound(round=2)]}
+    assert bench.say(JoinRounds(worker="b")) == {"b": [StartRound(round=1)]}
+    assert bench.scheduler.left == 100
+
+
+def test_what_is_said_while_a_round_is_merged_is_answered_when_the_next_one_begins() -> None:
+    told: list[tuple[str, object]] = []
+    options = RoundOptions(outer_steps=2)
+    rounds = Rounds(FixedSteps(1), options, post=lambda *given: told.append(given), end=lambda _: None)
+    for round in (1, 2):
+        rounds.handle(JoinRounds(worker="a", session=1), now=0.0)
+        rounds.handle(StepReport(worker="a", round=round, steps=1, samples=1, batch_size=1, seconds=1.0), now=1.0)
+        rounds.handle(PseudoGradientArrived(worker="a", round=round), now=1.0)
+        del told[:]
+        rounds.handle(JoinRounds(worker="late"), now=2.0)
+        rounds.tick(now=1000.0)
+        assert rounds.stand_still
+        assert not told
+        rounds.go_on()
+        said = StartRound(round=2, step_cap=1) if round == 1 else TrainingOver(round=2)
+        assert sorted(told, key=str) == [("a", said), ("late", said)]
+        rounds.handle(LeaveRounds(worker="late"), now=1000.0)
+    assert rounds.finished
+
+
+@pytest.mark.parametrize(("target", "after"), [(SampleTarget(100), 0), (FixedSteps(50), 20)])
+def test_a_worker_may_ask_for_the_end_of_a_round(target: RoundTarget, after: int) -> None:
+    """Where all take equally many steps, the others take as many as that one."""
+    bench = Bench(target, start_workers=2, outer_steps=1)
+    bench.start("a", "b")
+    bench.steps(5, "b")
+    bench.steps(20, "a")
+    told = bench.say(EndRound(worker="a", round=1, now=True, steps=20))
+    assert told["b"] == [SendAfter(round=1, steps=after, reported=5)]
+    assert bench.say(bench.report("b", 6)) == {"b": [SendAfter(round=1, steps=after, reported=6)]}
+    assert bench.say(EndRound(worker="a", round=1, now=True, steps=20)) == {
+        "a": [SendAfter(round=1, steps=after, reported=20)],
+        "b": [SendAfter(round=1, steps=after, reported=6)],
+    }
+    bench.arrive("a", "b")
+    assert bench.samples == 26
 
 
 def test_time_is_told_by_ticks() -> None:
@@ -395,14 +435,14 @@ def test_a_crowd_is_looked_at_seldom_and_ends_its_rounds_together(
     chance = random.Random(1)
     crowd = [Machine(batch_size=8, step_seconds=0.1 * chance.uniform(1, spread), jitter=jitter) for _ in range(120)]
     looks = 0
-    decide = BatchScheduler._decide
+    decide = Rounds._decide
 
-    def counted(scheduler: BatchScheduler, now: float) -> None:
+    def counted(rounds: Rounds, now: float) -> None:
         nonlocal looks
         looks += 1
-        decide(scheduler, now)
+        decide(rounds, now)
 
-    monkeypatch.setattr(BatchScheduler, "_decide", counted)
+    monkeypatch.setattr(Rounds, "_decide", counted)
     run = simulate(crowd, target, RoundOptions(outer_steps=2, start_workers=120))
     reports = sum(worker.steps for record in run.rounds for worker in record.workers)
     assert looks < 0.4 * reports

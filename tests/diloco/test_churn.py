@@ -12,14 +12,13 @@ from lightning_bytescheduler.diloco.messages import (
     LeaveRounds,
     PauseRounds,
     PseudoGradientArrived,
-    ResumeRounds,
     RoundStarted,
     SendAfter,
     SendingPseudoGradient,
     StartRound,
 )
 from lightning_bytescheduler.diloco.round_end import FixedSteps, worthwhile_wait
-from lightning_bytescheduler.diloco.round_roster import RETURN_S, WorkerState
+from lightning_bytescheduler.diloco.round_roster import RETURN_S
 from tests.diloco.bench import MERGED, Bench
 
 
@@ -151,16 +150,21 @@ def test_one_who_comes_back_after_the_decision_is_told_to_send_and_counted_on() 
 # ── Pausing ───────────────────────────────────────────────────────────
 
 
+def back(steps: int) -> JoinRounds:
+    """What one says who has paused in round 1 after so many steps."""
+    return JoinRounds(worker="a", round=1, steps=steps, samples=steps)
+
+
 def test_one_who_pauses_is_not_counted_on_nor_silent_and_goes_on() -> None:
     bench = Bench(start_workers=2, outer_steps=1)
     bench.start("a", "b")
     bench.steps(10, "a", "b")
     assert bench.say(PauseRounds(worker="a")) == {}
-    assert bench.scheduler.left == 80  # done is done
+    assert bench.scheduler.left == 90  # 10 of a may not come
     told = bench.steps(60, "b", first=11)
-    assert told == {"b": [Acknowledge(round=1, reported=70)]}  # 10 of a may not come
+    assert told == {"b": [Acknowledge(round=1, reported=70)]}
     assert bench.scheduler.next_tick == 70.0 + 3.0 + 10.0  # of b
-    assert bench.say(ResumeRounds(worker="a")) == {"a": [Acknowledge(round=1, reported=10)]}
+    assert bench.say(back(10)) == {"a": [Acknowledge(round=1, reported=10)]}
     # Both do the last twenty together.
     for step in range(1, 8):
         bench.now += 1.0
@@ -179,12 +183,11 @@ def test_a_round_ends_without_one_who_pauses_and_it_starts_with_what_it_can() ->
     told = bench.arrive("b")
     assert merged(told) == ("b",)
     assert "a" not in told
-    assert bench.scheduler.workers["a"].state is WorkerState.WAITING
     bench.now += 1000.0
     bench.say(RoundStarted(worker="b", round=2))
     bench.steps(5, "b")
     # Its speed is known, and nobody has to wait for what it does, so that it need not wait for a round.
-    assert bench.say(ResumeRounds(worker="a")) == {"a": [StartRound(round=2)]}
+    assert bench.say(JoinRounds(worker="a")) == {"a": [StartRound(round=2)]}
 
 
 def test_where_all_take_equal_steps_one_who_has_paused_waits_for_the_next_round() -> None:
@@ -194,7 +197,7 @@ def test_where_all_take_equal_steps_one_who_has_paused_waits_for_the_next_round(
     bench.steps(20, "b")
     bench.arrive("b")
     assert bench.scheduler.round == 2
-    assert bench.say(ResumeRounds(worker="a")) == {}
+    assert bench.say(JoinRounds(worker="a")) == {}
 
 
 def test_if_all_pause_nothing_is_lost() -> None:
@@ -205,10 +208,8 @@ def test_if_all_pause_nothing_is_lost() -> None:
     assert bench.scheduler.next_tick is None
     bench.now += 10_000.0
     assert bench.tick() == {}
-    assert bench.say(ResumeRounds(worker="a")) == {"a": [Acknowledge(round=1, reported=10)]}
+    assert bench.say(back(10)) == {"a": [Acknowledge(round=1, reported=10)]}
     assert bench.scheduler.left == 90
-    bench.say(PauseRounds(worker="a"))
-    assert merged(bench.say(LeaveRounds(worker="a"))) == ()
 
 
 def test_the_only_one_pauses_between_rounds() -> None:
@@ -220,21 +221,7 @@ def test_the_only_one_pauses_between_rounds() -> None:
     bench.say(PauseRounds(worker="a"))
     bench.now += 10_000.0
     assert bench.tick() == {}
-    assert bench.say(ResumeRounds(worker="a")) == {"a": [StartRound(round=2)]}
-
-
-def test_a_step_or_a_join_ends_a_pause() -> None:
-    bench = Bench(start_workers=2)
-    bench.start("a", "b")
-    bench.steps(10, "a", "b")
-    bench.say(PauseRounds(worker="a"))
-    bench.say(bench.report("a", 10))  # was overtaken
-    assert bench.scheduler.workers["a"].paused
-    bench.say(bench.report("a", 11))
-    assert not bench.scheduler.workers["a"].paused
-    bench.say(PauseRounds(worker="a"))
-    bench.say(JoinRounds(worker="a"))
-    assert not bench.scheduler.workers["a"].paused
+    assert bench.say(JoinRounds(worker="a")) == {"a": [StartRound(round=2)]}
 
 
 # ── Quorum, grace, transfers ───────────────────────────────────────────────────────────
@@ -349,7 +336,7 @@ def test_memory_is_bounded_after_a_hundred_thousand_names() -> None:
         bench.say(JoinRounds(worker=f"w{number}"))
         bench.say(LeaveRounds(worker=f"w{number}"))
     assert set(bench.scheduler.workers) == {"steady"}
-    assert len(bench.scheduler._roster._remembered) <= 4096
+    assert len(bench.scheduler._remembered) <= 4096
 
 
 def test_a_round_whose_end_is_decided_is_not_lost_while_all_pause() -> None:
@@ -362,7 +349,7 @@ def test_a_round_whose_end_is_decided_is_not_lost_while_all_pause() -> None:
     bench.tick()
     assert bench.scheduler.next_tick is None
     assert not bench.records
-    bench.say(ResumeRounds(worker="a"))
+    bench.say(back(97))
     bench.steps(3, "a", first=98)
     bench.arrive("a")
     assert bench.records[0].samples == 100

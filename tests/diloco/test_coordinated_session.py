@@ -18,8 +18,8 @@ from lightning_bytescheduler.coordinator import global_weights
 from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.diloco import coordinator_client
-from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.messages import LeaderAppointed
+from lightning_bytescheduler.diloco.rounds import Rounds
 from lightning_bytescheduler.diloco.session import Sent, Session
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, RankFailedError, SchedulerTimeoutError
 from lightning_bytescheduler.serving import ServerAccess
@@ -148,7 +148,7 @@ def test_the_worker_that_gave_the_first_weights_takes_the_state_when_it_is_far_b
 
 
 def test_work_of_rounds_without_a_quorum_is_carried(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BatchScheduler, "_least", lambda _: 2)
+    monkeypatch.setattr(Rounds, "_least", lambda _: 2)
     server = serve(inner_steps=5)
     alone = ThreadWorker(server.url, "alone")
     until(lambda: alone.version >= 20, "twenty rounds without a quorum")
@@ -177,7 +177,7 @@ def test_a_leader_that_leads_no_more_when_its_wish_to_end_all_comes_leaves_alone
     run, session = server.service.run, first.runtime.session
     leave, wished = session.leave, threading.Event()
 
-    def ignored(wish: object) -> None:  # as another one leads
+    def ignored(*_: object) -> None:  # as another one leads
         wished.set()
         run._post("first", LeaderAppointed(worker="second"))
 
@@ -574,3 +574,169 @@ def test_a_worker_that_is_killed_is_given_up_and_its_name_comes_back(serve: Any)
     for worker in (again, stays):
         worker.end()
         worker.checked()
+
+
+class Stops(TrainsOnly):
+    """Stops after so many steps until it may go on."""
+
+    def __init__(self, url: str, name: str, *, stops_at: int, **given: Any) -> None:
+        self.stops_at = stops_at
+        self.may_go_on = threading.Event()
+        super().__init__(url, name, **given)
+
+    def _step(self, module: nn.Module, generator: torch.Generator, *, counts: bool = True) -> None:
+        assert self.taken != self.stops_at or self.may_go_on.wait(60.0)
+        super()._step(module, generator, counts=counts)
+
+    @property
+    def place(self) -> Any:
+        return self.runtime.session._place
+
+
+def restarted(
+    server: CoordinatorServer, link: Link, start: Callable[[], CoordinatorServer], *workers: Stops
+) -> CoordinatorServer:
+    """Another coordinator, which the workers have joined while they stand still."""
+    link.cut()
+    until(lambda: not any(worker.place.connected for worker in workers), "the end of the connections")
+    server.close()
+    other = start()
+    link.heal(port_of(other))
+    until(lambda: all(worker.place.connected for worker in workers), "the connections")
+    return other
+
+
+def test_an_update_that_a_coordinator_had_taken_and_lost_as_it_was_restarted_is_sent_again(
+    stack: ExitStack, tmp_path: Any
+) -> None:
+    """Its worker trains on beside the update, and has had the receipt for it."""
+
+    def start() -> CoordinatorServer:
+        options = coordinator_options(
+            inner_steps=5, equal_steps=True, overlap_steps=3, outer_steps=2, rounds={"start_workers": 2}
+        )
+        return stack.enter_context(CoordinatorServer(options, store=StateStore(str(tmp_path))))
+
+    server = start()
+    link = Link(port_of(server))
+    stack.callback(link.close)
+    early, late = (Stops(link.url, name, stops_at=stop) for name, stop in (("early", 6), ("late", 3)))
+
+    def has_receipt() -> bool:
+        sent = early.runtime.session.unmerged.sent if early.taken == 6 else None
+        return sent is not None and sent.upload.answer is not None
+
+    until(has_receipt, "the receipt")
+    other = restarted(server, link, start, early, late)
+    for worker in (early, late):
+        worker.may_go_on.set()
+    for worker in (early, late):
+        worker.checked()
+    assert [(one.round, one.merged, one.samples) for one in other.status().rounds] == [(1, 2, 20), (2, 2, 20)]
+
+
+def test_an_update_that_a_coordinator_still_has_is_not_added_twice(stack: ExitStack, serve: Any) -> None:
+    server = serve(inner_steps=5, equal_steps=True, overlap_steps=3, outer_steps=2, rounds={"start_workers": 2})
+    link = Link(port_of(server))
+    stack.callback(link.close)
+    early, late = Stops(link.url, "early", stops_at=6), Stops(server.url, "late", stops_at=3)
+    until(lambda: server.status().counters.get("updates_added") == 1, "the update")
+    until(lambda: early.taken == 6, "the sixth step")
+    link.cut()
+    until(lambda: not early.place.connected, "the end of the connection")
+    link.heal()
+    until(lambda: server.status().counters.get("updates_again") == 1, "the update again")
+    sent = early.runtime.session.unmerged.sent
+    assert sent is not None
+    until(lambda: sent.upload.answer is not None, "its receipt")
+    assert sent.upload.answer.verdict == "added", "it is the receipt of the first time"
+    for worker in (early, late):
+        worker.may_go_on.set()
+    for worker in (early, late):
+        worker.checked()
+    assert [(one.merged, one.samples) for one in server.status().rounds] == [(2, 20), (2, 20)]
+
+
+def test_a_last_round_that_a_coordinator_has_lost_is_trained_again(stack: ExitStack, tmp_path: Any) -> None:
+    """It had told its workers that training is over, and had not kept the weights."""
+
+    def start(state: str) -> CoordinatorServer:
+        options = coordinator_options(inner_steps=5, equal_steps=True, overlap_steps=3, outer_steps=2)
+        return stack.enter_context(CoordinatorServer(options, store=StateStore(str(tmp_path / state))))
+
+    server = start("newer")
+    link = Link(port_of(server))
+    stack.callback(link.close)
+    worker = Stops(link.url, "worker", stops_at=9)
+    until(lambda: worker.taken == 9, "the second round")
+    until(lambda: server.status().saved_round == 1, "its state")
+    shutil.copytree(tmp_path / "newer", tmp_path / "older")
+    worker.stops_at = 11
+    worker.may_go_on.set()
+    worker.may_go_on = threading.Event()
+    until(lambda: worker.place.last_round == 2, "the word that training is over")
+    other = restarted(server, link, lambda: start("older"), worker)
+    assert worker.place.last_round is None
+    worker.may_go_on.set()
+    worker.checked()
+    assert worker.version == other.status().weights_version == 2
+    assert other.status().phase == "finished"
+
+
+def test_a_worker_that_comes_back_after_the_last_round_hears_that_training_is_over(
+    stack: ExitStack, tmp_path: Any
+) -> None:
+    def start() -> CoordinatorServer:
+        options = coordinator_options(inner_steps=5, outer_steps=2, rounds={"start_workers": 2, "silent_after": 1.0})
+        return stack.enter_context(CoordinatorServer(options, store=StateStore(str(tmp_path))))
+
+    server = start()
+    link = Link(port_of(server))
+    stack.callback(link.close)
+    away, stays = Stops(link.url, "away", stops_at=7), TrainsOnly(server.url, "stays")
+    until(lambda: away.taken == 7, "the second round")
+    link.cut()
+    stays.checked()
+    assert server.status().phase == "finished"
+    restarted(server, link, start, away)
+    away.may_go_on.set()
+    assert away.checked().version == 2
+    assert_same([away, stays])
+
+
+def test_what_a_round_ended_without_is_said_with_its_samples(
+    serve: Any, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve(inner_steps=5, outer_steps=1, rounds={"start_workers": 2, "silent_after": 0.1, "grace": 0.0})
+    late, stays = Stops(server.url, "late", stops_at=3), TrainsOnly(server.url, "stays")
+    stays.checked()
+    late.may_go_on.set()
+    late.checked()
+    assert "late: round 1 ended without its" in caplog.text
+    assert "samples, which came too late or were refused, and are in no weights." in caplog.text
+    assert "stays: round" not in caplog.text
+
+
+def test_a_late_last_update_is_said_with_its_samples(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a SIGTERM, when no mean is waited for."""
+    server = serve(inner_steps=5, rounds={"start_workers": 2, "grace": 0.0, "silent_after": 0.1})
+    leave, hand_in, ahead = Session.leave, Session._hand_in, threading.Event()
+    monkeypatch.setattr(Session, "leave", lambda session, **_: leave(session, quickly=True))
+
+    def late(session: Session) -> None:
+        with monkeypatch.context() as patched:
+            if session.worker == "late":  # it has sent before it hears that its round is over
+                assert ahead.wait(60.0)
+                patched.setattr(Session, "_late", False)
+            hand_in(session)
+
+    monkeypatch.setattr(Session, "_hand_in", late)
+    goes, stays = TrainsOnly(server.url, "late", steps=3), TrainsOnly(server.url, "stays")
+    until(lambda: stays.version >= 1, "the end of the round")
+    ahead.set()
+    goes.checked()
+    stays.end()
+    stays.checked()
+    assert "late ends, and 6 samples that it has trained on may be in no weights" in caplog.text

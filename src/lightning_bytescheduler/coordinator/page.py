@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "bytescheduler_"
-_WORD = re.compile(r"[a-z][a-z0-9_]{0,39}")
-_MOST_WORDS = 60
 _STATES = ("waiting", "starting", "training", "sending", "arrived", "lost", "paused", "joining")
 
 
@@ -57,7 +55,7 @@ def _metrics(status: RunStatus) -> Iterator[Metric]:
 
     def by(family: Callable[..., Any], name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         made = family(f"{_PREFIX}{name}", text, labels=[label])
-        for word, value in _words(values).items():
+        for word, value in values.items():
             made.add_metric([word], value)
         metric: Metric = made
         return metric
@@ -74,8 +72,7 @@ def _metrics(status: RunStatus) -> Iterator[Metric]:
     yield from gauge("spool_bytes", "Bytes of updates that are not added yet.", status.spool_bytes)
     yield CounterMetricFamily(f"{_PREFIX}samples", "Samples that are part of the weights.", value=status.samples)
 
-    states = Counter(worker.state if worker.state in _STATES else "other" for worker in status.workers)
-    known: dict[str, float] = {state: states.get(state, 0) for state in (*_STATES, "other")}
+    known = dict.fromkeys(_STATES, 0) | Counter(worker.state for worker in status.workers)
     yield by(GaugeMetricFamily, "workers", "Workers by what they do.", "state", known)
     connected = [worker for worker in status.workers if worker.connected]
     yield from gauge("workers_connected", "Workers whose connection is open.", len(connected))
@@ -97,12 +94,6 @@ def _metrics(status: RunStatus) -> Iterator[Metric]:
         samples["trained_of_the_next"] = status.slices.ahead
         yield by(GaugeMetricFamily, "epoch_samples", "Samples of this epoch.", "state", samples)
     yield by(CounterMetricFamily, "events", "Events since this coordinator was started.", "event", status.counters)
-
-
-def _words(values: Mapping[str, float]) -> dict[str, float]:
-    """Drop words that this package does not use, so that the number of labels is bounded."""
-    words = [word for word in values if _WORD.fullmatch(word)]
-    return {word: values[word] for word in sorted(words)[:_MOST_WORDS]}
 
 
 PAGE_PATH = "/"
@@ -147,9 +138,8 @@ def add_pages(router: web.UrlDispatcher, status: Callable[[], RunStatus]) -> Non
         return web.Response(text=html, content_type="text/html", headers=headers)
 
     async def metrics(_: web.Request) -> web.Response:
-        answer = web.Response(body=metrics_text(status()), headers={"Cache-Control": "no-store"})
-        answer.headers["Content-Type"] = CONTENT_TYPE
-        return answer
+        headers = {"Cache-Control": "no-store", "Content-Type": CONTENT_TYPE}
+        return web.Response(body=metrics_text(status()), headers=headers)
 
     router.add_get(PAGE_PATH, page)
     router.add_get(METRICS_PATH, metrics)

@@ -1,6 +1,6 @@
 """The core of a run: members, rounds, what becomes of updates, what workers are told. No I/O; the clock is an argument.
 
-It hosts the rounds. Messages that follow a round's end are held until its mean is there. Slow work (adding updates, the
+It hosts the rounds; the next one begins when the mean of the last is there. Slow work (adding updates, the
 mean, the outer step) is not done here: ``merge`` is called with a round to merge, and the service calls
 :meth:`Run.merged` when that is done.
 
@@ -21,7 +21,6 @@ import msgspec
 
 from lightning_bytescheduler.checks import require_positive
 from lightning_bytescheduler.coordinator.membership import Member, Membership, difference
-from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.coordinator_protocol import (
     Hello,
     ModelParameter,
@@ -39,6 +38,7 @@ from lightning_bytescheduler.diloco.messages import (
     LeaveRounds,
     Message,
     PassedRoundEnd,
+    PauseRounds,
     PseudoGradientArrived,
     RoundEnded,
     SendingPseudoGradient,
@@ -173,7 +173,7 @@ class Merge:
         round: Its number.
         fragment: The fragment that it synchronises.
         counts: Whether its sum is to become part of the weights; not without a quorum.
-        record: The batch scheduler's record of the round.
+        record: The record of the round; once it is merged, as the sum has it.
         payload: Its mean in the wire format, as workers get it; ``None`` if nothing was merged, or not yet.
         digest: The payload's digest; empty without a payload.
         total: The sum of the weights.
@@ -257,7 +257,7 @@ class Run:
         self.has_weights = False
         self.counters: dict[str, int] = {}
         self.samples = 0
-        self._rounds = Rounds(options.run.target, options.rounds, post=post, end=self._end_of_round)
+        self.rounds = Rounds(options.run.target, options.rounds, post=post, end=self._end_of_round)
         self._post = post
         self._merge = merge
         self._on_round = on_round
@@ -267,7 +267,6 @@ class Run:
         self._provider: Member | None = None  # the worker that is to send the first weights
         self._awaited: set[str] = set()  # after a restart: workers that are not back yet
         self._hold_until: float | None = None  # until then no round begins
-        self.merging: Merge | None = None  # the round that is being merged
         self.leader: str | None = None  # the worker that validates, logs and saves for all
 
     # ── Joining and leaving ───────────────────────────────────────────────────────────
@@ -326,11 +325,11 @@ class Run:
         self._awaited.clear()
         ready = sorted((one.ready for one in self.members if one.ready is not None), key=lambda joins: joins.worker)
         if self._hold_until is not None:
-            if self.scheduler.round:  # else the first round is still to come, and waits for start_workers
-                self.scheduler.expect(len(ready))
+            if self.rounds.round:  # else the first round is still to come, and waits for start_workers
+                self.rounds.expect(len(ready))
             self._hold_until = None
         for joins in ready:
-            self._rounds.handle(joins, now=now)
+            self.rounds.handle(joins, now=now)
 
     def leave(self, member: Member, now: float) -> None:
         """A worker has left, or was given up. What it has sent counts."""
@@ -346,7 +345,7 @@ class Run:
         if self._provider is member:
             self._provider = None
             self._on_no_provider()
-        self._rounds.handle(LeaveRounds(worker=member.name), now=now)
+        self.rounds.handle(LeaveRounds(worker=member.name), now=now)
         self._appoint()
 
     def _appoint(self) -> None:
@@ -382,25 +381,28 @@ class Run:
     def alive(self, member: Member, now: float) -> None:
         """Record a sign of life of a worker that sends no messages, as while it fetches large weights."""
         self.members.hear(member, now)
-        self.scheduler.note_alive(member.name, now=now)
+        self.rounds.note_alive(member.name, now=now)
 
     def _hear(self, member: Member, message: FromWorker, now: float) -> None:
         name = member.name
+        if isinstance(message, PauseRounds):
+            member.ready, member.paused = None, True
         if isinstance(message, JoinRounds):
             member.ready = joins = self._checked(message, member)
+            member.paused = False
             self._awaited.discard(name)
             if self.has_weights and not self._awaited:
                 if self._hold_until is not None:
                     self._let_in(now)
                 else:
-                    self._rounds.handle(joins, now=now)
+                    self.rounds.handle(joins, now=now)
         elif isinstance(message, LeaveRounds):
             self.count("left")
             self.leave(member, now)
         elif isinstance(message, EndRound):
-            self._take_wish(message)
-        elif name in self.scheduler.workers and not isinstance(message, PassedRoundEnd):
-            self._rounds.handle(message, now=now)
+            self._take_wish(message, now)
+        elif name in self.rounds.workers and not isinstance(message, PassedRoundEnd):
+            self.rounds.handle(message, now=now)
 
     def _checked(self, joins: JoinRounds, member: Member) -> JoinRounds:
         """A joining worker's message for the scheduler: with the number of its process, and its steps in a round.
@@ -409,15 +411,16 @@ class Run:
         or begins next. A worker that was told to take other weights has taken no steps with them.
         """
         if member.begins_anew:
+            member.begins_anew = False
             return JoinRounds(worker=member.name, session=member.incarnation)
         return msgspec.structs.replace(joins, session=member.incarnation)
 
-    def _take_wish(self, wish: EndRound) -> None:
+    def _take_wish(self, wish: EndRound, now: float) -> None:
         if wish.stop and wish.worker == self.leader:
             log.info("%s leads, and ends the training of all.", wish.worker)
-            self.scheduler.end_soon()
-        if wish.now and wish.round == self.scheduler.round:
-            self._rounds.end_now(wish.steps)
+            self.rounds.end_soon()
+        if wish.now and wish.round == self.rounds.round:
+            self.rounds.handle(wish, now=now)
 
     def tick(self, now: float) -> None:
         """Take note that time has passed."""
@@ -425,7 +428,7 @@ class Run:
         if self._hold_until is not None and (not self._awaited or now >= self._hold_until):
             self._let_in(now)
         if self.has_weights:
-            self._rounds.tick(now=now)
+            self.rounds.tick(now=now)
 
     def _expire(self, now: float) -> None:
         if silent := self.members.fall_silent(now):
@@ -444,17 +447,16 @@ class Run:
         Raises:
             OptionError: If there is no such round or fragment yet, or the worker has no part in it.
         """
-        scheduler = self.scheduler
+        rounds = self.rounds
         if not self.has_weights:
             raise OptionError("round", offer.round, "sent when there are weights and a round has begun")
-        if not 1 <= offer.round <= scheduler.round:
-            raise OptionError("round", offer.round, f"a round that has begun; the last one is {scheduler.round}")
+        if not 1 <= offer.round <= rounds.round:
+            raise OptionError("round", offer.round, f"a round that has begun; the last one is {rounds.round}")
         expected = self.fragment_of(offer.round)
         if offer.fragment != expected:
             raise OptionError("fragment", offer.fragment, f"{expected}, which round {offer.round} synchronises")
-        is_merging = self.merging is not None and self.merging.round == offer.round  # its sum is closed
-        if offer.round == scheduler.round and scheduler.is_open and not is_merging:
-            if not scheduler.expects(offer.member.name, offer.round):
+        if offer.round == rounds.round and rounds.is_open:
+            if not rounds.expects(offer.member.name, offer.round):
                 raise OptionError("round", offer.round, f"one that {offer.member.name} takes part in")
             return Place(offer.samples if self._fits(offer) else 0)
         return Place(0, is_late=True)
@@ -476,7 +478,7 @@ class Run:
     def sending(self, offer: Offer, now: float) -> None:
         """An update of the current round begins to arrive."""
         self.members.hear(offer.member, now)
-        if offer.member.name in self.scheduler.workers and offer.round == self.scheduler.round:
+        if offer.member.name in self.rounds.workers and offer.round == self.rounds.round:
             sending = SendingPseudoGradient(
                 worker=offer.member.name, round=offer.round, steps=offer.steps, samples=offer.round_samples
             )
@@ -495,17 +497,18 @@ class Run:
         if place.is_late:
             offer.member.late += 1
             self.count("updates_late")
-            log.info("The update of %s of round %d came late, and is dropped.", offer.member.name, offer.round)
+            lost = offer.member.name, offer.round, offer.round_samples
+            log.warning("The update of %s of round %d came late: its %d samples are in no weights.", *lost)
         self.count("updates_added" if place.weight else "updates_dropped")
         self._handle_offer(offer, PseudoGradientArrived(worker=offer.member.name, round=offer.round), now)
 
     def _handle_offer(self, offer: Offer, message: Any, now: float) -> None:
         """Tell the scheduler, also if the worker has left, but not if another process has its name now."""
         if self.members.by_name(offer.member.name) in (None, offer.member):
-            self._rounds.handle(message, now=now)
+            self.rounds.handle(message, now=now)
 
     def merged(self, merge: Merge, *, oldest_mean: int) -> None:
-        """A round has become part of the weights: tell all workers, and go on.
+        """A round has become part of the weights; see :meth:`announce`.
 
         Args:
             merge: The object that ``merge`` was called with, now with its mean.
@@ -517,46 +520,37 @@ class Run:
             for one in taken:
                 self._slices.tracker.settle(one.trained, merged=bool(merge.total))
         booked = taken if merge.total else ()  # without a quorum nothing was merged
-        record = corrected(merge.record, {one.member.name: one for one in booked})
-        samples = sum(one.round_samples for one in booked)
-        self.samples += samples
+        merge.record = corrected(merge.record, {one.member.name: one for one in booked})
         for one in booked:
+            self.samples += one.round_samples
             one.member.merged += 1
         self.count("rounds" if merge.total else "empty_rounds")
-        ended = RoundEnded(
-            round=merge.round,
-            samples=samples,
-            metrics=record.metrics,
-            stop=self.scheduler.finished and merge.round == self.scheduler.round,
-        )
+
+    def announce(self, merge: Merge) -> None:
+        """Tell all workers of a round that is part of the weights, and go on."""
+        record, over = merge.record, self.rounds.finished
+        ended = RoundEnded(round=merge.round, samples=record.samples, metrics=record.metrics, stop=over)
         for member in self.members:
             self._post(member.name, ended)
-        self.merging = None
-        self._rounds.go_on()
+        self.rounds.go_on()
         self._on_round(record)
 
     def _end_of_round(self, record: RoundRecord) -> None:
         fragment = self.fragment_of(record.round)
-        self.merging = Merge(round=record.round, fragment=fragment, counts=bool(record.merged), record=record)
-        self._merge(self.merging)
-
-    @property
-    def scheduler(self) -> BatchScheduler:
-        """The scheduler of the rounds."""
-        return self._rounds.scheduler
+        self._merge(Merge(round=record.round, fragment=fragment, counts=bool(record.merged), record=record))
 
     # ── What is kept and shown ───────────────────────────────────────────────────────────
 
     @property
     def phase(self) -> str:
         """What the run does: see ``RunStatus.phase``."""
-        if self.merging is not None:
+        if self.rounds.stand_still:
             return "merging"
-        if self.scheduler.finished:
+        if self.rounds.finished:
             return "finished"
-        if not self.has_weights or self.scheduler.next_tick is None:
+        if not self.has_weights or self.rounds.next_tick is None:
             return "waiting"
-        return "collecting" if self.scheduler.collecting else "training"
+        return "collecting" if self.rounds.collecting else "training"
 
     def count(self, event: str, by: int = 1) -> None:
         """Count an event, see ``RunStatus.counters``."""
@@ -589,7 +583,7 @@ class Run:
             ours, theirs = getattr(self.options.run, name), getattr(saved.options, name)
             if ours != theirs and name != "outer_steps":
                 raise OptionError(name, ours, f"{theirs!r}, with which the saved run was started")
-        self.scheduler.resume(saved.version)
+        self.rounds.resume(saved.version)
         self.model = saved.model
         self.lineage = Lineage(saved.version, saved.chain)
         self.samples = saved.samples

@@ -201,7 +201,7 @@ class CoordinatorService:
     def over(self) -> bool:
         """Whether the last round is merged and every worker has left, so that this coordinator is not needed now."""
         run = self.run
-        return run.scheduler.finished and run.merging is None and not len(run.members)
+        return run.rounds.finished and not run.rounds.stand_still and not len(run.members)
 
     async def stop(self) -> None:
         """End everything; workers hear that they may come back, and the state is saved."""
@@ -238,11 +238,11 @@ class CoordinatorService:
         return RunStatus(
             version=__version__,
             uptime=now - self._started,
-            round=run.scheduler.round,
+            round=run.rounds.round,
             phase=run.phase,
-            last_round=run.scheduler.last_round,
+            last_round=run.rounds.last_round,
             target=run.options.run.target_in_words,
-            left=max(run.scheduler.left, 0),
+            left=max(run.rounds.left, 0),
             weights_version=run.lineage.version,
             parameters=0 if self.weights is None else self.weights.parameters,
             samples=run.samples,
@@ -257,11 +257,11 @@ class CoordinatorService:
 
     def _worker_status(self, member: Member, now: float) -> WorkerStatus:
         run, name = self.run, member.name
-        known = run.scheduler.workers.get(name)
+        known = run.rounds.workers.get(name)
         progress = WorkerProgress(name=name, heard=now) if known is None else known
         return WorkerStatus(
             name=name,
-            state="joining" if known is None else "paused" if known.paused else known.state.value,
+            state="paused" if member.paused else "joining" if known is None else known.state.value,
             connected=name in self._connections,
             leads=name == run.leader,
             ranks=member.ranks,
@@ -330,12 +330,12 @@ class CoordinatorService:
                     heard = connection.last_heard(now, every=quiet, patience=self.run.options.lease / 3)
                     if heard is not None:
                         self.run.alive(connection.member, heard)
-                self.run.scheduler.note_connections({*self._connections, *self.bulk.uploading}, now=now)
+                self.run.rounds.note_connections({*self._connections, *self.bulk.uploading}, now=now)
             self.run.tick(now)
             self.stalls.look()
             if self.slices is not None:
-                self.slices.take_back(self.run.members, self.run.scheduler.workers, self.run.options.rounds, now)
-            following = self.run.scheduler.next_tick
+                self.slices.take_back(self.run.members, self.run.rounds.workers, self.run.options.rounds, now)
+            following = self.run.rounds.next_tick
             wait = _LONGEST_TICK_S if following is None else min(max(following - now, 0.005), _LONGEST_TICK_S)
             await asyncio.sleep(wait)
 
@@ -349,17 +349,23 @@ class CoordinatorService:
                 raise RuntimeError(f"Round {merge.round} ended before there were weights.")
             sums = await self.bulk.settled(merge)
             await weights.mean(merge, sums)
+            is_last = self.run.rounds.finished
             async with weights.still:
-                # Workers hear of the merge before the step is taken here, as they take the step themselves.
                 self.run.merged(merge, oldest_mean=weights.oldest_mean)
                 boundary, self._boundary = self._at_boundary(), None  # nothing is saved amid a step
+                # Workers hear of the merge before the step is taken here, as they take the step themselves. Of the last
+                # one they hear when it is saved: they end then, and none would be there to train that round again.
+                if not is_last:
+                    self.run.announce(merge)
                 await self.bulk.give_way(merge)
                 await weights.step(merge, sums)
                 self._boundary = boundary
             self._collect()
-            is_last = self.run.scheduler.finished and merge.round == self.run.scheduler.round
             await self._save()
             if is_last:
+                if self._store is not None:
+                    await asyncio.get_running_loop().run_in_executor(None, self._store.flush)
+                self.run.announce(merge)
                 log.info(
                     "The run is over after round %d, with %d samples. Workers still here can get its weights.",
                     merge.round,

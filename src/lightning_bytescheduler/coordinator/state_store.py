@@ -130,6 +130,14 @@ class StateStore:
                     "The state of round %d was not saved to %s; the run goes on. %s", version, self.url, self.failure
                 )
 
+    def flush(self, seconds: float = _STOP_SECONDS) -> bool:
+        """Wait until the newest state is saved, or could not be; returns whether that took less than ``seconds``."""
+        with self._changed:
+            thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+        return thread is None or not thread.is_alive()
+
     def close(self, seconds: float = _STOP_SECONDS) -> bool:
         """Wait until the last state is saved, and release the folder for another coordinator. May be repeated.
 
@@ -138,13 +146,10 @@ class StateStore:
         """
         with self._changed:
             self._is_closed = True
-            thread = self._thread
-        if thread is not None:
-            thread.join(seconds)
-            if thread.is_alive():
-                self.failure = f"it was not saved within {seconds:.0f} s"
-                log.warning("The last state was not saved to %s within %.0f s.", self.url, seconds)
-                return False
+        if not self.flush(seconds):
+            self.failure = f"it was not saved within {seconds:.0f} s"
+            log.warning("The last state was not saved to %s within %.0f s.", self.url, seconds)
+            return False
         if self._lock is not None:
             self._lock.release()
         return True

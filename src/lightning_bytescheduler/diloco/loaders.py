@@ -103,11 +103,6 @@ class EpochShare(Sampler[list[int]]):
         return self._batches(len(self._share()) - self._first)
 
     @property
-    def begins_within(self) -> bool:
-        """Whether the next pass goes on in the middle of this rank's share."""
-        return self._to_resume and self._first > 0
-
-    @property
     def position(self) -> dict[str, Any]:
         """This rank's place in the epoch: primitives only."""
         taken = self._first
@@ -145,29 +140,11 @@ class ShareLoader(DataLoader[Any]):
     """Draws its batches from an :class:`EpochShare`, and nothing before the first one is requested.
 
     Lightning makes iterators before it is known where the epoch of a checkpoint stands.
-
-    Attributes:
-        at_position: Called once, where random numbers must be those of the checkpoint. If the epoch is about to begin,
-            that is before the iterator is made, as this draws a number; else, before the next batch is drawn.
     """
-
-    at_position: Callable[[], object] | None = None
 
     def __iter__(self) -> Any:
         """See DataLoader."""
-        yield from self.begin(super().__iter__)
-
-    def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Make the iterator, as its first batch is requested now."""
-        then, self.at_position = self.at_position, None
-        share = self.batch_sampler
-        within = isinstance(share, EpochShare) and share.begins_within
-        if then is not None and not within:
-            then()
-        made = make()
-        if then is not None and within:
-            then()
-        return made
+        yield from super().__iter__()
 
 
 def shared_loader(loader: object, rank: int, ranks: int, trained: Callable[[], int]) -> object:
@@ -192,9 +169,7 @@ def shared_loader(loader: object, rank: int, ranks: int, trained: Callable[[], i
     return ShareLoader(loader.dataset, batch_sampler=share, **arguments_of(loader))
 
 
-def share_of(trainer: pl.Trainer) -> tuple[ShareLoader, EpochShare] | None:
-    """Return the loader that a fit trains on, and its share; ``None`` unless it is a :class:`ShareLoader`."""
-    loader = trainer.train_dataloader
-    if not isinstance(loader, ShareLoader) or not isinstance(loader.batch_sampler, EpochShare):
-        return None
-    return loader, loader.batch_sampler
+def share_of(trainer: pl.Trainer) -> EpochShare | None:
+    """Return the share that a fit trains on; ``None`` unless its loader is a :class:`ShareLoader`."""
+    share = trainer.train_dataloader.batch_sampler if isinstance(trainer.train_dataloader, ShareLoader) else None
+    return share if isinstance(share, EpochShare) else None

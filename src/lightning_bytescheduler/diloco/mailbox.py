@@ -259,6 +259,11 @@ class Caller:
             raise RuntimeError(f"The call to {mailbox!r} failed: {answer.failure}")
         return answer.content + b"".join(self._taken(f"{key}/{index}") for index in range(answer.parts))
 
+    def tell(self, key: str) -> None:
+        """Set a key for those that wait for it with :func:`await_key`; a store that is gone has told them already."""
+        with suppress(RuntimeError):
+            self._store.set(key, "1")
+
     def _taken(self, key: str) -> bytes:
         value: bytes = self._store.get(key)
         self._store.delete_key(key)

@@ -158,13 +158,10 @@ class PassedRoundEnd(AnyMessage, frozen=True, kw_only=True):
 
 
 class PauseRounds(AnyMessage, frozen=True, kw_only=True):
-    """I do something else, such as validating: I live, but take no steps until ``ResumeRounds``."""
+    """I do something else, such as validating, and take no part until I join again. I live, and keep my session.
 
-    worker: _Name
-
-
-class ResumeRounds(AnyMessage, frozen=True, kw_only=True):
-    """I am back from a pause, and join in as soon as I can."""
+    As with ``LeaveRounds``, a pseudo-gradient of the round that is on counts.
+    """
 
     worker: _Name
 
@@ -245,7 +242,7 @@ class LeaderAppointed(AnyMessage, frozen=True, kw_only=True):
     worker: _Name
 
 
-ToScheduler: TypeAlias = (
+FromWorker: TypeAlias = (
     JoinRounds
     | StepReport
     | SendingPseudoGradient
@@ -253,14 +250,11 @@ ToScheduler: TypeAlias = (
     | RoundStarted
     | LeaveRounds
     | PauseRounds
-    | ResumeRounds
+    | EndRound
+    | PassedRoundEnd
 )
-"""Messages to the batch scheduler."""
-FromScheduler: TypeAlias = Acknowledge | SendAfter | StartRound | TrainingOver
-"""Messages from the batch scheduler."""
-FromWorker: TypeAlias = ToScheduler | EndRound | PassedRoundEnd
 """Messages to the rounds."""
-ToWorker: TypeAlias = FromScheduler | RoundEnded | LeaderAppointed
+ToWorker: TypeAlias = Acknowledge | SendAfter | StartRound | TrainingOver | RoundEnded | LeaderAppointed
 """Messages from the rounds."""
 Message: TypeAlias = FromWorker | ToWorker
 

@@ -163,17 +163,20 @@ class Upload:
         fragment: Its fragment.
         receipt: The result: a coordinator's receipt, ``None`` if it did not accept the update; among peers, the mean.
         residual: What the codec left out; set by the encoding thread before the update is sent.
+        former: A coordinator's receipt for the same update, where it was sent before.
     """
 
     fragment: int
     receipt: Future[Any] = field(default_factory=Future)
     residual: Tensor | None = None
+    former: Any = None
 
     @property
     def answer(self) -> Any:
-        """The result, if it is known."""
+        """The result, if it is known; the former one, if the update was still there."""
         known = self.receipt.done() and not self.receipt.cancelled() and not self.failed
-        return self.receipt.result() if known else None
+        found = self.receipt.result() if known else None
+        return self.former if self.former is not None and found is not None and found.verdict == "again" else found
 
     @property
     def failed(self) -> bool:

@@ -296,6 +296,11 @@ class WorkerGroup:
         if self.cause is None:
             self.cause = cause
 
+    def check(self) -> None:
+        """Raise the cause with which waits end, if there is one."""
+        if self.cause is not None:
+            raise self.cause
+
     def total(self, numbers: Sequence[float]) -> list[float]:
         """The sums of all ranks' numbers, in fp64; the same on each rank."""
         if self._group is None:

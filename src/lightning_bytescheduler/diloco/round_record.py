@@ -165,13 +165,10 @@ _ACTIVITIES: dict[Activity, tuple[str, str, str]] = {  # colour, in the picture,
 }
 _TABLE: tuple[Activity, ...] = ("working", "waiting", "sending", "receiving")
 _ROUNDS_SHOWN = 6
-_ROUNDS_MARKED = 20  # with more rounds, lines would hide the bars
+_ROUNDS_MARKED = 20  # with more rounds, lines and numbers would hide the bars
 _PAGE = 11.0  # inches for all workers
-_LEAST_LABELLED = 0.25  # inches of a row that has room for text
-_NAME_LENGTH, _HEAD, _TAIL = 30, 17, 12  # letters
 _UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
 _ENOUGH = 3.0  # a unit is taken if there are at least so many
-_LETTER = 0.0068  # width of a letter, and some air, as a share of the width of the axes
 
 
 def draw_rounds(
@@ -231,20 +228,16 @@ def _draw(figure: Figure, shown: Sequence[RoundRecord], workers: Sequence[str], 
     height = _row_height(len(workers))
     axes.set_xlim(0, end)
     axes.set_ylim(max(len(workers), 1) - 0.4, -0.55 - 0.4 * 0.45 / height)
-    axes.set_yticks(range(len(workers)), _short(workers), fontsize=min(10.0, 52 * height))
+    axes.set_yticks(range(len(workers)), workers, fontsize=min(10.0, 52 * height))
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     axes.set_xlabel(f"time ({unit})")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    labelled_until = -1.0
     for one in shown:
         start = at(one.start)
         axes.axvline(start, color=INK, linewidth=1.2 if few else 0.5)
-        label = f" round {one.round}"
-        width = 1.5 * (len(label) + 1) * _LETTER * end
-        if labelled_until <= start <= end - width:  # where rounds are short, some of them have their number
-            axes.text(start, -0.62, label, va="bottom", weight="bold", color=INK, clip_on=True)
-            labelled_until = start + width
+        if few:
+            axes.text(start, -0.62, f" round {one.round}", va="bottom", weight="bold", color=INK, clip_on=True)
         if one.decided is not None and few:
             axes.axvline(at(one.decided), color=INK, linewidth=0.8, linestyle=":")
         for worker in one.workers:
@@ -254,9 +247,6 @@ def _draw(figure: Figure, shown: Sequence[RoundRecord], workers: Sequence[str], 
                 drawn = axes.broken_barh(bars, (row - 0.34, 0.68), facecolors=colour)
                 if not worker.merged:
                     drawn.set(hatch="////", edgecolor="white", linewidth=0)
-            if height >= _LEAST_LABELLED:
-                spans = [(at(begin), at(stop)) for kind, begin, stop in worker.spans if kind == "working"]
-                _label(axes, spans, row, f"{worker.steps:,} steps", f"{worker.samples:,} samples")
     others: list[Artist] = []
     if few:
         others += axes.plot([], [], color=INK, linewidth=0.8, linestyle=":", label="end decided")
@@ -266,32 +256,6 @@ def _draw(figure: Figure, shown: Sequence[RoundRecord], workers: Sequence[str], 
     headed(figure, heading)
     samples = sum(one.samples for one in shown)
     axes.set_title(f"{samples:,} samples became part of the weights", loc="left", fontsize=11, color=INK)
-
-
-def _short(names: Sequence[str]) -> list[str]:
-    """Shorten long names to leave room for the picture, if they then still differ."""
-    short = [name if len(name) <= _NAME_LENGTH else f"{name[:_HEAD]}…{name[-_TAIL:]}" for name in names]
-    return short if len(set(short)) == len(names) else list(names)
-
-
-def _label(axes: Axes, spans: Sequence[tuple[float, float]], row: int, *lines: str) -> None:
-    """Write the longest text that fits into each bar of a worker's training."""
-    for start, end in spans:
-        for text in (", ".join(lines), lines[0]):
-            if end - start > len(text) * _LETTER * axes.get_xlim()[1]:
-                axes.text(
-                    (start + end) / 2,
-                    row,
-                    text,
-                    ha="center",
-                    va="center",
-                    color="white",
-                    fontsize=9,
-                    clip_on=True,
-                    # Also over hatches and the line at which the end was decided.
-                    bbox={"facecolor": _ACTIVITIES["working"][0], "edgecolor": "none", "pad": 1.0},
-                )
-                break
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,19 +1,12 @@
-"""The workers that are present, and where each one is in the round.
-
-Nothing here grows without bound: the host tells of each worker that it has given up, and of those that have left only
-the last few thousand are remembered, with their step times.
-
-For each worker, the batch scheduler knows where it is in the round, and how long its steps take (``RobustMean``).
-"""
+"""What the rounds know of each worker: where it is in the round, and how long its steps take (``RobustMean``)."""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import get_args
 
 from lightning_bytescheduler.ddp.sample_weights import RobustMean
 from lightning_bytescheduler.diloco.messages import JoinRounds, StepReport
@@ -92,11 +85,9 @@ class WorkerProgress:
 
     Attributes:
         name: The worker's name.
-        number: Identifies it like the name, but differs each time that the worker is added.
         session: Identifies the start of its process.
         state: Where it is.
         heard: When it was last heard of.
-        paused: Whether it does something else, but is alive.
         began_late: Whether it was let into a round that others had begun before. No worker waits for what it does.
         left: Whether it has left. Its update is not waited for, but counts if it comes.
         resumed: Its own account, as it joined, of what it has done in a round that is to begin.
@@ -119,10 +110,8 @@ class WorkerProgress:
 
     name: str
     heard: float
-    number: int = 0
     session: int = 0
     state: WorkerState = WorkerState.WAITING
-    paused: bool = False
     began_late: bool = False
     left: bool = False
     resumed: JoinRounds | None = None
@@ -160,12 +149,6 @@ class WorkerProgress:
         self.state = WorkerState.TRAINING
         self.began = self.reported = now
 
-    def resume(self, now: float) -> None:
-        """Its pause is over: it begins a step now, or begins to fetch the weights."""
-        if self.paused:
-            self.paused = False
-            self.told, self.reported = (now if self.state is WorkerState.STARTING else self.told), now
-
     def take_up(self, join: JoinRounds, now: float) -> None:
         """It is in the middle of the round, and says what it has done in it."""
         self.start(now)
@@ -189,20 +172,35 @@ class WorkerProgress:
         """Its pseudo-gradient is there."""
         self.state = WorkerState.ARRIVED
         self.arrived = now
+        self.measure_transfer(now)
 
-    def record(self, now: float, *, merged: bool) -> WorkerRound:
-        """Return what it did in the round that ends now."""
-        times = (self.told, self.began, self.sending, self.arrived)
-        known = [time for time in times if time is not None]
+    def measure_transfer(self, now: float) -> None:
+        """Its pseudo-gradient has been on its way until now."""
+        if self.sending is not None:
+            self.transfer.observe(now - self.sending)
+
+    def record(self, now: float, *, merged: bool, all_there: float | None = None) -> WorkerRound:
+        """Return what it did in the round that ends now.
+
+        Args:
+            now: Time in seconds.
+            merged: Whether its pseudo-gradient became part of the weights.
+            all_there: When the last worker began to send, if none can send before that: until then it waits.
+        """
+        begins: list[tuple[Activity, float | None]] = [("receiving", self.told), ("working", self.began)]
+        if all_there is not None and self.sending is not None:
+            begins += [("waiting", self.sending), ("sending", min(all_there, self.arrived or now))]
+        else:
+            begins.append(("sending", self.sending))
+        known = [(activity, time) for activity, time in [*begins, ("waiting", self.arrived)] if time is not None]
+        ends = [*(time for _, time in known[1:]), now]
         return WorkerRound(
             worker=self.name,
             steps=self.steps,
             samples=self.samples,
             merged=merged,
             spans=tuple(
-                (activity, start, end)
-                for activity, start, end in zip(get_args(Activity), known, [*known[1:], now], strict=False)
-                if start < end
+                (activity, start, end) for (activity, start), end in zip(known, ends, strict=True) if start < end
             ),
         )
 
@@ -242,7 +240,7 @@ class WorkerProgress:
 
     def is_silent(self, options: RoundOptions, now: float) -> bool:
         """Whether it has something to do, and has said nothing for so long that rounds go on without it."""
-        idle = self.paused or self.state in (WorkerState.WAITING, WorkerState.ARRIVED)
+        idle = self.state in (WorkerState.WAITING, WorkerState.ARRIVED)
         return not idle and now >= self.silent_at(options)
 
     def awaited_until(self, options: RoundOptions) -> float:
@@ -252,12 +250,12 @@ class WorkerProgress:
         is not waited for as long as a silent one.
         """
         back = math.inf if self.gone is None else self.gone + RETURN_S
-        if self.is_training and not self.paused:
+        if self.is_training:
             return min(self.silent_at(options), back)
         return back if self.state is WorkerState.SENDING and not self.left else 0.0
 
     def is_counted_on(self, options: RoundOptions, now: float) -> bool:
-        """Whether it has steps of this round before it, and is neither silent, nor gone, nor paused."""
+        """Whether it has steps of this round before it, and is neither silent nor gone."""
         return self.is_training and now < self.awaited_until(options)
 
     @property
@@ -298,67 +296,3 @@ def means_of(workers: Sequence[WorkerProgress]) -> dict[str, float]:
     if rates:
         means["samples_per_second"] = sum(rates)
     return {name: value for name, value in means.items() if math.isfinite(value)}
-
-
-_MOST_REMEMBERED = 4096
-
-
-class RoundRoster:
-    """The workers."""
-
-    def __init__(self) -> None:
-        self.workers: dict[str, WorkerProgress] = {}
-        self._numbers = 0
-        self._departed: list[WorkerProgress] = []  # who has left in this round, and has sent
-        self._remembered: OrderedDict[str, StepTime] = OrderedDict()  # of who has left; who left first is first
-
-    def departed(self, name: str) -> WorkerProgress | None:
-        """A worker that has left in this round, and whose pseudo-gradient may still come."""
-        return next((one for one in self._departed if one.name == name and one.state is WorkerState.SENDING), None)
-
-    def add(self, name: str, session: int, now: float) -> WorkerProgress:
-        """A worker joins. Its step times are known if it was there before."""
-        self._numbers += 1
-        worker = self.workers[name] = WorkerProgress(name=name, number=self._numbers, session=session, heard=now)
-        worker.step_time = self._remembered.pop(name, worker.step_time)
-        return worker
-
-    def take_back(self, name: str, session: int, now: float) -> WorkerProgress | None:
-        """A worker that left in this round after its last step is back, as the same process: it gets its place back."""
-        worker = next((one for one in self._departed if (one.name, one.session) == (name, session)), None)
-        if worker is None or name in self.workers:
-            return None
-        self._departed.remove(worker)
-        self._remembered.pop(name, None)
-        self.workers[name], worker.left, worker.heard, worker.gone = worker, False, now, None
-        return worker
-
-    def remove(self, worker: WorkerProgress) -> None:
-        """A worker is gone, or was started anew. What it has sent still counts in this round."""
-        self._remembered.pop(worker.name, None)
-        self._remembered[worker.name] = worker.step_time
-        del self.workers[worker.name]
-        worker.left = True
-        if worker.has_ended:
-            self._departed.append(worker)
-        else:
-            worker.state = WorkerState.LOST
-        if len(self._remembered) > _MOST_REMEMBERED:
-            self._remembered.popitem(last=False)
-
-    def members(self) -> list[WorkerProgress]:
-        """Workers that take part in this round."""
-        return [worker for worker in (*self.workers.values(), *self._departed) if worker.is_member]
-
-    def begin_round(self) -> None:
-        """Begin with no worker taking part."""
-        self._departed = []
-
-    def __iter__(self) -> Iterator[WorkerProgress]:
-        return iter(list(self.workers.values()))
-
-    @property
-    def longest_transfer(self) -> float | None:
-        """The longest of the present workers' usual transfer times; ``None`` before the first transfer."""
-        known = [worker.transfer.mean for worker in self if worker.state is not WorkerState.LOST]
-        return max((seconds for seconds in known if seconds is not None), default=None)

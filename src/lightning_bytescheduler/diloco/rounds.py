@@ -1,47 +1,81 @@
-"""The rounds of a run, for their host: worker 0 of workers launched together, or a coordinator.
+"""The rounds of a run: who takes part, when a round ends, what follows its end. The documents' batch scheduler.
 
-:class:`Rounds` wraps the batch scheduler. The scheduler's messages go to the workers, except at the end of a round.
-There the host decides whether later messages are held until it lets the workers go on, as when a mean must arrive
-first. So a worker hears of a round's end before it hears of the next round's start. Besides the scheduler, a worker may
-end a round for all. Where all take the same number of steps in a round, workers that are behind that one go on until
-they have taken as many.
+:class:`Rounds` is a state machine without clock, threads or transport, for one thread or under one lock. It takes a
+message and the time, and passes what to send to ``post``. Its host is worker 0 of workers launched together
+(:class:`RoundsThread`), or a coordinator. Call ``tick`` at ``next_tick``, or regularly. No worker can keep a round from
+ending: a silent worker is not counted on, and pseudo-gradients are waited for until a deadline plus grace.
 
-*Whether all stand still* at a round's end is decided here, too. Each of the workers that were launched together may ask
-for the end of a round, because its data or its steps are used up, or for a validation. Then no worker starts the next
-round before all have passed that point. In the records of such a run, a worker that is done before the others is
-waiting until they come. It can send nothing before that, although the scheduler sees it as sending.
+A round: all workers are told to start, fetch the weights and train. Each report is answered, and updates the
+projection. When the projected end is a few steps of the slowest worker away, or a worker asks for the end, each worker
+is told after how many steps to send. When all pseudo-gradients have arrived, or the time is over, the round is over.
+The next one begins when the host says so, as when the mean is there. To decide the end, all workers are looked at: with
+few of them after each message, with more less often, so that it takes a small share of the time.
 
-No clock, no threads, no transport; for one thread, or under one lock. :class:`RoundsThread` hosts the rounds of a job
-on worker 0.
+Workers come and go. A worker that joins in mid-round trains in it at once. If the end is decided, or all take equally
+many steps, it waits for the next round, unless it was in this one already, as after a restart. A worker that leaves, or
+pauses, is not waited for, and what it has sent counts. If all have gone and nothing was sent, the round begins anew
+with the next worker. A worker is lost when it misses the end of its round; it joins the next round as soon as it is
+heard of.
+
+*Standing still.* Each of the workers that were launched together may ask for the end of a round, because its data or
+its steps are used up, or for a validation. Then no worker starts the next round before all have passed that point. In
+the records of such a run, a worker that is done before the others is waiting until they come: it can send nothing
+before that.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
+from typing import TypeAlias
 
-import msgspec
-
-from lightning_bytescheduler.diloco.batch_scheduler import BatchScheduler
 from lightning_bytescheduler.diloco.messages import (
+    Acknowledge,
     EndRound,
     FromWorker,
+    JoinRounds,
+    LeaveRounds,
     PassedRoundEnd,
+    PauseRounds,
+    PseudoGradientArrived,
     RoundEnded,
     RoundStarted,
     SendAfter,
     SendingPseudoGradient,
+    StartRound,
     StepReport,
     ToWorker,
     TrainingOver,
 )
-from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget
-from lightning_bytescheduler.diloco.round_record import Activity, RoundRecord
+from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget, worthwhile_wait
+from lightning_bytescheduler.diloco.round_record import RoundRecord
+from lightning_bytescheduler.diloco.round_roster import WorkerProgress, WorkerState, means_of
 
+_FIRST_TRANSFER_S = 60.0  # for a first pseudo-gradient, as no transfer was measured yet
+_FEW = 16  # workers that are looked at after each message
+_LOOK_AT_ONE_S = 1e-4  # between two looks at all workers, for each worker: twenty times what a look at one takes
 _LOOK_S = 0.5
+_MOST_REMEMBERED = 4096
+
+LEAD_STEPS = 3
+"""The end of a round is decided this many steps of the slowest worker before it. Fewer steps would give a better
+forecast, but with one, a worker may be in the middle of a step that it should not have begun."""
+
+
+_OfRound: TypeAlias = JoinRounds | StepReport | SendingPseudoGradient | PseudoGradientArrived | RoundStarted
+
+
+class _Phase(Enum):
+    IDLE = "no worker is there"
+    TRAINING = "the end of the round is open"
+    COLLECTING = "the end of the round is decided"
+    HELD = "the round is over, and its host has not gone on"
 
 
 class Rounds:
@@ -49,153 +83,510 @@ class Rounds:
 
     Args:
         target: What ends a round.
-        options: The batch scheduler's options.
-        post: Sends a message to a worker, without waiting.
-        end: Called with each round that is over. Later messages are held until :meth:`go_on`. For workers launched
-            together they are held only if all stand still.
+        options: When to decide, and how long to wait for which workers.
+        post: Called with a worker's name and the message for it.
+        end: Called with each round that is over. The updates of the workers in its ``merged`` are to be merged; if it
+            is empty, the weights stay as they are. The next round begins with :meth:`go_on`; for workers launched
+            together it begins by itself, unless all stand still.
         together: Names of workers launched together: all stand still if one has asked for it.
 
     Attributes:
-        scheduler: The batch scheduler.
+        round: The current round, or the last one; 0 before the first.
+        workers: All workers that take part or wait to, by name. Read only.
     """
 
     def __init__(
         self,
         target: RoundTarget,
-        options: RoundOptions,
+        options: RoundOptions | None = None,
         *,
-        post: Callable[[str, ToWorker], None],
+        post: Callable[[str, ToWorker], object],
         end: Callable[[RoundRecord], object],
         together: Sequence[str] = (),
     ) -> None:
-        self.scheduler = BatchScheduler(target, options, post=self._say, end=self._over)
+        self.round = 0
+        self.workers: dict[str, WorkerProgress] = {}
         self._target = target
+        self._options = RoundOptions() if options is None else options
         self._post = post
         self._end = end
-        self._ending: SendAfter | None = None  # what all were told when one asked for a round's end
-        # Messages after a round's end, and an end that comes before the last one was passed or merged.
-        self._held: list[tuple[str, ToWorker] | RoundRecord] | None = None
         self._together = tuple(together)
         self._wishes: set[str] = set()  # what is to happen at the end of the round, of workers launched together
         self._passed: dict[str, bool] = {}  # workers that have passed the end of a round, and whether they stop
-        self._sent_at: dict[str, float] = {}  # when each worker said that it sends
+        self._departed: list[WorkerProgress] = []  # workers that have left in this round, and have sent
+        self._remembered: OrderedDict[str, WorkerProgress] = OrderedDict()  # who has left; who left first is first
+        self._phase = _Phase.IDLE
+        self._first = self._options.start_workers  # workers that the next round waits for
+        self._now = 0.0
+        self._started = 0.0
+        self._decided: float | None = None
+        self._deadline = 0.0
+        self._look_at = 0.0  # when to look at all workers, where there are many
+        self._is_to_look = False  # something was heard since the last look
+        self._longest_grace = 0.0
+        self._counted_on: set[WorkerProgress] = set()  # workers from which the quorum is computed
+
+    # ── What is known ───────────────────────────────────────────────────────────
+
+    @property
+    def finished(self) -> bool:
+        """Whether ``outer_steps`` rounds and the closing rounds after them are over."""
+        return not self.is_open and self._options.ends_with(self.round)
+
+    @property
+    def last_round(self) -> int | None:
+        """The last round of the training, with the closing rounds after ``outer_steps``."""
+        steps = self._options.outer_steps
+        return None if steps is None else steps + self._options.closing_rounds
+
+    @property
+    def left(self) -> int:
+        """What remains of this round, in the target's unit; 0 or less when the target is reached."""
+        return self._left_of(self._members())
+
+    def _left_of(self, workers: list[WorkerProgress]) -> int:
+        samples, steps = sum(worker.samples for worker in workers), [worker.steps for worker in workers]
+        return self._target.left(samples=samples, steps=steps)
+
+    @property
+    def collecting(self) -> bool:
+        """Whether the end of the round has been decided."""
+        return self._phase is _Phase.COLLECTING
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a round is running: it has begun and is not over."""
+        return self._phase in (_Phase.TRAINING, _Phase.COLLECTING)
 
     @property
     def stand_still(self) -> bool:
-        """Whether messages after a round's end are held."""
-        return self._held is not None
+        """Whether a round is over, and the next one waits for :meth:`go_on`."""
+        return self._phase is _Phase.HELD
+
+    @property
+    def next_tick(self) -> float | None:
+        """When ``tick`` may change something, if no message comes before; ``None`` if it cannot."""
+        if not self.is_open:
+            return None
+        training = self._phase is _Phase.TRAINING
+        if training and self._is_to_look:
+            return self._look_at
+        awaited = (one.awaited_until(self._options) for one in self.workers.values() if one.is_training or not training)
+        silence = min((until for until in awaited if self._now < until < math.inf), default=math.inf)
+        until = silence if training else min(silence, self._end_of_waiting(self._now))
+        return None if until == math.inf else until
+
+    @property
+    def rounds_over(self) -> int:
+        """How many rounds are over, to keep over a restart. Workers then join again, and their paces are observed anew.
+
+        The current round begins anew, with the steps that workers report for it when they join.
+        """
+        return self.round - self.is_open
+
+    def expects(self, worker: str, round: int) -> bool:
+        """Whether a worker's pseudo-gradient for a round would be part of the round if it arrived now."""
+        if round != self.round or not self.is_open:
+            return False
+        known = self.workers.get(worker)
+        if known is not None and known.is_member:
+            return known.state is not WorkerState.ARRIVED
+        return self._sent_and_left(worker) is not None
+
+    def _members(self) -> list[WorkerProgress]:
+        """Workers that take part in this round."""
+        return [worker for worker in (*self.workers.values(), *self._departed) if worker.is_member]
+
+    def _sent_and_left(self, name: str) -> WorkerProgress | None:
+        """A worker that has left in this round, and whose pseudo-gradient may still come."""
+        return next((one for one in self._departed if one.name == name and one.state is WorkerState.SENDING), None)
+
+    # ── What is told ───────────────────────────────────────────────────────────
 
     def handle(self, message: FromWorker, *, now: float) -> None:
-        """Handle a worker's message.
-
-        Raises:
-            RuntimeError: If it is not a message of a worker.
-        """
-        if isinstance(message, EndRound):
-            self._wishes |= {name for name in ("epoch", "validate", "stop") if getattr(message, name)}
-            if message.now:
-                self.end_now(message.steps)
-        elif isinstance(message, PassedRoundEnd):
-            self._take_passed(message, now)
-        elif not isinstance(message, FromWorker):
-            raise RuntimeError(f"The batch scheduler was sent a message that only it sends: {message!r}.")
-        else:
-            if isinstance(message, SendingPseudoGradient) and self._together:
-                self._sent_at[message.worker] = now
-            self.scheduler.handle(message, now=now)
-            ending = self._ending
-            if isinstance(message, (StepReport, RoundStarted)) and ending and ending.round == message.round:
-                self._say(message.worker, ending)  # sent again: the first may have come before the worker had started
-
-    def tick(self, *, now: float) -> None:
-        """Note that time has passed."""
-        if not self._together or self._held is None:  # no worker is silent while all stand still
-            self.scheduler.tick(now=now)
-
-    def end_now(self, steps: int) -> None:
-        """End the current round for all, at the request of one worker.
+        """Take in a message, and answer it.
 
         Args:
-            steps: Steps that this worker has taken.
+            message: From a worker, or about one.
+            now: In seconds; never less than before.
         """
-        round = self.scheduler.round
-        if self._held is None and (self._ending is None or self._ending.round != round):
-            equal = isinstance(self._target, FixedSteps)
-            self._ending = SendAfter(round=round, steps=steps if equal else 0)
-            for name in self.scheduler.workers:
-                self._post(name, self._ending)
+        self._now = now
+        worker = self.workers.get(message.worker)
+        if isinstance(message, PassedRoundEnd):
+            self._take_passed(message, now)
+        elif self.finished and not self.stand_still:
+            self._post(message.worker, TrainingOver(round=self.round))
+        elif worker is not None and isinstance(message, StepReport):  # most messages are these
+            self._hear(worker, message, now)
+        elif isinstance(message, EndRound):
+            self._wishes |= {name for name in ("epoch", "validate", "stop") if getattr(message, name)}
+            if message.now:
+                self._end_now(message.steps, now)
+        elif isinstance(message, (LeaveRounds, PauseRounds)):
+            if worker is not None:
+                self._remove(worker)
+                self._advance(now)
+        elif isinstance(message, PseudoGradientArrived) and (worker is None or not worker.is_member):
+            self._arrive_after_leaving(message, worker, now)
+        elif isinstance(message, JoinRounds) and (worker is None or message.session != worker.session):
+            if worker is not None:
+                # It was restarted: its work is lost, except for what it has sent.
+                self._remove(worker)
+            self._join(message, now)
+        elif worker is not None:  # else it has left, and this was overtaken
+            self._hear(worker, message, now)
 
-    def go_on(self, *, over: int | None = None) -> None:
-        """Send the messages that were held, or tell that training is over after a round."""
-        held, self._held = self._held or [], None
-        if over is not None:
-            held = [(name, TrainingOver(round=over)) for name in self.scheduler.workers]
-        for one in held:
-            if isinstance(one, RoundRecord):
-                self._over(one)
-            else:
-                self._say(*one)
+    def tick(self, *, now: float) -> None:
+        """Note that time has passed, to ``now``, never less than before."""
+        self._now = now
+        self._advance(now)
 
-    def _say(self, name: str, message: ToWorker) -> None:
-        if self._held is not None:
-            self._held.append((name, message))
-            return
-        self._post(name, message)
+    def note_connections(self, there: Collection[str], *, now: float) -> None:
+        """Note which workers have a connection or an upload under way, where the host can tell."""
+        for name, worker in self.workers.items():
+            if name in there:
+                worker.gone = None
+            elif worker.gone is None:
+                worker.gone = now
 
-    def _over(self, record: RoundRecord) -> None:
-        if self._held is not None:
-            self._held.append(record)
-            return
-        self._ending = None
-        if self._together:
-            record = self._with_common_waiting(record)
-            self._end(record)
-            self._halt(record)
+    def note_alive(self, worker: str, *, now: float) -> None:
+        """Note a sign of life that is no message, such as an answer to a ping.
+
+        It counts for a worker that waits for weights, which may take long without a message. A worker that trains is
+        expected to report steps.
+        """
+        known = self.workers.get(worker)
+        if known is not None and known.state is WorkerState.STARTING and now >= known.heard:
+            known.heard = now
+
+    def go_on(self, *, over: bool = False) -> None:
+        """Begin the next round, as what follows the last one's end is done; ``over`` ends the training instead."""
+        self._phase = _Phase.IDLE
+        if over:
+            self._options = replace(self._options, outer_steps=self.round, closing_rounds=0)
+        if self.finished:
+            for name in self.workers:
+                self._post(name, TrainingOver(round=self.round))
         else:
-            self._held = []
-            self._end(record)
+            self._begin_round(self._now)
 
-    # ------------------------------------------------------------------ of workers launched together
+    def end_soon(self) -> None:
+        """Make the current round the last one with steps, or the next round if none is running."""
+        steps = self.round + (not self.is_open)
+        if self._options.outer_steps is None or steps < self._options.outer_steps:
+            self._options = replace(self._options, outer_steps=steps)
+
+    def resume(self, rounds_over: int) -> None:
+        """Continue after that many rounds. Call it before any worker joins."""
+        self.round = rounds_over
+        if rounds_over:
+            self._first = 1
+
+    def expect(self, workers: int) -> None:
+        """Make the next round wait for this many workers, such as those before a restart."""
+        self._first = max(workers, 1)
+
+    # ── One worker ───────────────────────────────────────────────────────────
+
+    def _hear(self, worker: WorkerProgress, message: _OfRound, now: float) -> None:
+        worker.heard, worker.gone = now, None
+        if worker.state is WorkerState.LOST:
+            worker.state = WorkerState.WAITING
+        if isinstance(message, JoinRounds):
+            self._take_in(worker, message, now)
+        elif self._phase is _Phase.IDLE:
+            self._begin_round(now)
+        if message.round == self.round and not isinstance(message, JoinRounds):
+            self._follow(worker, message, now)
+        worker.note_pace(self._target.step_cap)
+        self._answer(worker)
+        self._advance(now)
+
+    def _join(self, join: JoinRounds, now: float) -> None:
+        is_open = self.is_open
+        worker = self._taken_back(join, now) if is_open and join.round == self.round else None
+        self._take_in(worker or self._added(join, now), join, now)
+        if is_open:
+            self._answer(self.workers[join.worker])
+        self._advance(now)
+
+    def _added(self, join: JoinRounds, now: float) -> WorkerProgress:
+        """A worker joins. Its times are known if it was there before."""
+        worker = WorkerProgress(name=join.worker, session=join.session, heard=now)
+        if (former := self._remembered.pop(join.worker, None)) is not None:
+            worker.step_time, worker.transfer, worker.receiving = former.step_time, former.transfer, former.receiving
+        self.workers[join.worker] = worker
+        return worker
+
+    def _taken_back(self, join: JoinRounds, now: float) -> WorkerProgress | None:
+        """A worker that left in this round after its last step is back, as the same process: it gets its place back."""
+        key = join.worker, join.session
+        worker = next((one for one in self._departed if (one.name, one.session) == key), None)
+        if worker is not None and join.worker not in self.workers:
+            self._departed.remove(worker)
+            self._remembered.pop(join.worker, None)
+            self.workers[join.worker], worker.left, worker.heard, worker.gone = worker, False, now, None
+            return worker
+        return None
+
+    def _remove(self, worker: WorkerProgress) -> None:
+        """A worker is gone, or was started anew. What it has sent still counts in this round.
+
+        Nothing here grows without bound: only the last few thousand that have left are remembered.
+        """
+        self._remembered.pop(worker.name, None)
+        self._remembered[worker.name] = worker
+        if len(self._remembered) > _MOST_REMEMBERED:
+            self._remembered.popitem(last=False)
+        del self.workers[worker.name]
+        worker.left = True
+        if worker.has_ended:
+            self._departed.append(worker)
+        else:
+            worker.state = WorkerState.LOST
+            if self.is_open and not self._members():
+                self.round, self._phase = self.round - 1, _Phase.IDLE
+                self._begin_round(self._now)
+
+    def _take_in(self, worker: WorkerProgress, join: JoinRounds, now: float) -> None:
+        """Let a worker into the current round if possible: in the middle of it, or with nothing done."""
+        if not self.is_open:
+            worker.resumed = join
+            if self._phase is _Phase.IDLE:
+                self._begin_round(now)
+        elif worker.state is not WorkerState.WAITING:
+            pass  # it has a place in the round already
+        elif join.round == self.round:
+            worker.tell_to_start(now)
+            worker.take_up(join, now)
+            if self._phase is _Phase.COLLECTING:
+                self._counted_on.add(worker)
+        elif self._phase is _Phase.TRAINING and not isinstance(self._target, FixedSteps):
+            # No worker has to wait for it: the others do what it does not.
+            worker.tell_to_start(now, late=True)
+        worker.note_pace(self._target.step_cap)
+
+    def _follow(self, worker: WorkerProgress, message: _OfRound, now: float) -> None:
+        """Apply what is new. Ignore what is overtaken or doubled; infer what is missing."""
+        if isinstance(message, (RoundStarted, StepReport)) and worker.state is WorkerState.STARTING:
+            worker.receiving.observe(now - worker.told)
+            worker.start(now)
+        if isinstance(message, StepReport):
+            if worker.is_training and message.steps > worker.steps:
+                worker.take_report(message, now)
+            return
+        if isinstance(message, SendingPseudoGradient) and message.steps >= worker.steps:
+            worker.steps, worker.samples = message.steps, message.samples
+        if isinstance(message, (SendingPseudoGradient, PseudoGradientArrived)) and worker.is_training:
+            worker.end(now)
+        if isinstance(message, PseudoGradientArrived) and worker.state is WorkerState.SENDING:
+            worker.arrive(now)
+
+    def _arrive_after_leaving(self, message: PseudoGradientArrived, worker: WorkerProgress | None, now: float) -> None:
+        """Handle the arrival of a pseudo-gradient whose worker has left, or has missed the end of its round."""
+        departed = self._sent_and_left(message.worker) if message.round == self.round else None
+        if departed is not None:
+            departed.arrive(now)
+            self._advance(now)
+        elif worker is not None:
+            if worker.state is WorkerState.LOST:
+                worker.measure_transfer(now)  # too late; the next one gets more time
+            self._hear(worker, message, now)
+
+    def _answer(self, worker: WorkerProgress) -> None:
+        """Say what is decided; a worker that waits for the next round will hear when that starts."""
+        if worker.state is WorkerState.STARTING:
+            cap = 0 if self._closes else self._target.step_cap
+            self._post(worker.name, StartRound(round=self.round, step_cap=cap))
+        elif worker.state is WorkerState.TRAINING and self._phase is _Phase.COLLECTING:
+            self._tell_to_send(worker)
+        elif worker.is_member:
+            self._post(worker.name, Acknowledge(round=self.round, reported=worker.steps))
+
+    def _tell_to_send(self, worker: WorkerProgress) -> None:
+        self._post(worker.name, SendAfter(round=self.round, steps=worker.send_after, reported=worker.steps))
+
+    # ── The round ───────────────────────────────────────────────────────────
+
+    def _begin_round(self, now: float) -> None:
+        members = [worker for worker in self.workers.values() if worker.state is not WorkerState.LOST]
+        if sum(worker.gone is None for worker in members) < self._first:
+            return
+        self._first = 1
+        self.round += 1
+        self._phase = _Phase.TRAINING
+        self._started, self._decided, self._look_at = now, None, now
+        self._departed = []
+        for worker in members:
+            worker.tell_to_start(now)
+            if worker.resumed is not None and worker.resumed.round == self.round:
+                worker.take_up(worker.resumed, now)
+            worker.resumed = None
+            worker.note_pace(self._target.step_cap)
+            self._answer(worker)
+
+    def _advance(self, now: float) -> None:
+        """Decide the end of the round when it is time, and end the round when it is over."""
+        if self._phase is _Phase.TRAINING:
+            self._is_to_look = len(self.workers) > _FEW and now < self._look_at
+            if not self._is_to_look:
+                self._look_at = now + len(self.workers) * _LOOK_AT_ONE_S
+                self._decide(now)
+        if self._phase is _Phase.COLLECTING and (
+            not any(now < worker.awaited_until(self._options) for worker in self.workers.values())
+            or now >= self._end_of_waiting(now)
+        ):
+            self._end_round(now)
+
+    def _decide(self, now: float) -> None:
+        members = self._members()
+        training = [worker for worker in members if worker.is_counted_on(self._options, now)]
+        # A silent worker is not counted on, nor is what it did: its pseudo-gradient will probably not come.
+        ended = [
+            one
+            for one in members
+            if one.has_ended and (one.arrived is not None or now < one.awaited_until(self._options))
+        ]
+        left = self._left_of(training + ended)
+        if not training or left <= 0 or self._closes:
+            # No worker should begin another step, and a worker that has not started yet need not.
+            self._collect({}, self._seconds_until(0, training), now)
+        elif all(one.step_time.is_known or one.began_late for one in training):
+            paces = [(one, one.pace) for one in training if one.pace is not None]
+            # Each worker must hear of it before its last step.
+            lead = max((max(LEAD_STEPS, pace.committed + 1) * pace.step_seconds for _, pace in paces), default=0.0)
+            plan = self._target.plan(left, [pace for _, pace in paces], now=now, within=lead) if paces else None
+            if plan is not None:
+                counters = {
+                    worker: pace.steps + max(steps, pace.sure)
+                    for (worker, pace), steps in zip(paces, plan.steps, strict=True)
+                }
+                self._collect(counters, plan.seconds, now)
+
+    def _seconds_until(self, steps: int, workers: list[WorkerProgress]) -> float:
+        """How long it takes until all have so many steps, and each those that it takes before it hears of that."""
+        taken = ((one.step_time.seconds or 0.0, max(steps - one.steps, one.in_flight + 1)) for one in workers)
+        return max((seconds * more for seconds, more in taken), default=0.0)
+
+    def _end_now(self, steps: int, now: float) -> None:
+        """End the current round for all, at the request of one worker, which has taken ``steps`` steps.
+
+        Where all take the same number of steps in a round, workers that are behind that one go on until they have
+        taken as many.
+        """
+        most = steps if isinstance(self._target, FixedSteps) else 0
+        training = [worker for worker in self._members() if worker.is_training]
+        if self._phase is _Phase.TRAINING:
+            seconds = self._seconds_until(most, training)
+            self._collect(dict.fromkeys(training, most), seconds, now)
+        elif self._phase is _Phase.COLLECTING:
+            for worker in training:
+                worker.send_after = min(worker.send_after, most)
+                self._tell_to_send(worker)
+        self._advance(now)
+
+    def _collect(self, counters: Mapping[WorkerProgress, int], seconds: float, now: float) -> None:
+        """Tell all workers, silent ones too, that the end of the round is decided."""
+        self._phase = _Phase.COLLECTING
+        self._decided = now
+        present = [one.transfer.mean for one in self.workers.values() if one.state is not WorkerState.LOST]
+        transfer = max((mean for mean in present if mean is not None), default=None)
+        self._deadline = now + 2 * seconds + 2 * (transfer or 0.0)
+        if self._options.grace == "auto":
+            # In that time, workers that have arrived could do the whole round again. A first transfer may take longer
+            # than a short round.
+            self._longest_grace = max(self._deadline - self._started, _FIRST_TRANSFER_S if transfer is None else 0.0)
+        else:
+            self._longest_grace = self._options.grace
+        for worker in self._members():
+            if worker.began_late and worker.is_training and not worker.steps:
+                worker.state = WorkerState.WAITING  # its first step may take any time, and belongs to the next round
+        members = self._members()
+        self._counted_on = set(members)
+        for worker in members:
+            if worker.is_training:
+                worker.send_after = counters.get(worker, 0)
+                self._tell_to_send(worker)
+
+    def _end_of_waiting(self, now: float) -> float:
+        """When the wait for pseudo-gradients ends, as far as is known now."""
+        if self._options.grace != "auto":
+            return self._deadline + self._longest_grace
+        if now < self._deadline or self._decided is None:
+            return self._deadline  # the wait lasts until then in any case; only then it is known whether to go on
+        workers = self.workers.values()
+        missing = sum(worker.missing_samples for worker in workers if now < worker.awaited_until(self._options))
+        arrived = self._arrived(self._members())
+        if len(arrived) < self._least():
+            missing += sum(worker.samples for worker in arrived)  # without a quorum, these do not count either
+        return worthwhile_wait(
+            decided=self._decided,
+            deadline=self._deadline,
+            longest=self._longest_grace,
+            missing=missing,
+            idle=sum(one.samples_per_second or 0.0 for one in workers if one.state is WorkerState.ARRIVED),
+        )
+
+    def _arrived(self, members: list[WorkerProgress]) -> list[WorkerProgress]:
+        # In a round without steps, earlier training counts.
+        return [one for one in members if one.state is WorkerState.ARRIVED and (one.samples or self._closes)]
+
+    @property
+    def _closes(self) -> bool:
+        return self._options.closes(self.round)
+
+    def _least(self) -> int:
+        """Pseudo-gradients that the quorum needs."""
+        return max(math.ceil(self._options.quorum * len(self._counted_on)), 1)
+
+    def _end_round(self, now: float) -> None:
+        members = self._members()
+        arrived = self._arrived(members)
+        merged = set(arrived if len(arrived) >= self._least() else ())
+        # Workers launched together send to each other, so none can before all are there.
+        sending = [one.sending for one in members if one.sending is not None]
+        all_there = max(sending, default=None) if self._together else None
+        record = RoundRecord(
+            round=self.round,
+            start=self._started,
+            end=now,
+            decided=self._decided,
+            workers=tuple(one.record(now, merged=one in merged, all_there=all_there) for one in members),
+            metrics=means_of(members),
+        )
+        for worker in members:
+            is_there = worker.state is WorkerState.ARRIVED
+            worker.state = WorkerState.WAITING if is_there else WorkerState.LOST
+        self._departed = []
+        self._phase = _Phase.HELD
+        self._end(record)
+        if self._together:
+            self._halt(record)
+
+    # ── Workers launched together ───────────────────────────────────────────────────────────
 
     def _halt(self, record: RoundRecord) -> None:
-        """Tell all workers that a round is over, and whether all stand still, before they hear of the next round."""
-        stops = "stop" in self._wishes or self.scheduler.finished
+        """Tell all workers that a round is over, and whether all stand still; else begin the next one."""
         ended = RoundEnded(
             round=record.round,
             samples=record.samples,
             metrics=record.metrics,
             epoch="epoch" in self._wishes,
             validate="validate" in self._wishes,
-            stop=stops,
-            halts=bool(self._wishes) or stops,
+            stop="stop" in self._wishes or self.finished,
+            halts=bool(self._wishes) or self.finished,
         )
-        self._wishes, self._passed, self._sent_at = set(), {}, {}
-        self._held = [] if ended.halts else None
+        self._wishes, self._passed = set(), {}
         for worker in self._together:
             self._post(worker, ended)
+        if not ended.halts:
+            self.go_on()
 
     def _take_passed(self, message: PassedRoundEnd, now: float) -> None:
-        if self._held is None:
-            return
-        self._passed[message.worker] = message.stop
-        if len(self._passed) == len(self._together):
-            self.scheduler.start_waiting(now=now)
-            self.go_on(over=message.round if any(self._passed.values()) else None)
-
-    def _with_common_waiting(self, record: RoundRecord) -> RoundRecord:
-        """The same round, in which each worker waits until all are done, and sends only from then on."""
-        last = max(self._sent_at.values(), default=record.end)
-        workers = []
-        for worker in record.workers:
-            spans: list[tuple[Activity, float, float]] = []
-            for activity, start, end in worker.spans:
-                if activity == "sending" and start < last:
-                    spans.append(("waiting", start, min(last, end)))
-                    start = min(last, end)
-                if start < end:
-                    spans.append((activity, start, end))
-            workers.append(msgspec.structs.replace(worker, spans=tuple(spans)))
-        return msgspec.structs.replace(record, workers=tuple(workers))
+        if self.stand_still:
+            self._passed[message.worker] = message.stop
+            if len(self._passed) == len(self._together):
+                self.go_on(over=any(self._passed.values()))
 
 
 class RoundsThread:
@@ -203,7 +594,7 @@ class RoundsThread:
 
     Args:
         target: What ends a round.
-        options: The batch scheduler's options; it waits for all ``workers``.
+        options: See :class:`Rounds`; the first round waits for all ``workers``.
         workers: Names of all workers.
         post: Sends a message to a worker; called on the thread.
         on_round: Called on the thread with each round that has ended.
@@ -229,16 +620,16 @@ class RoundsThread:
         self._look = look
         self._on_error = on_error
         self._inbox: queue.SimpleQueue[FromWorker | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # held while the scheduler takes in a message
+        self._lock = threading.Lock()  # held while the rounds take in a message
         self._thread = threading.Thread(target=self._run, name="bytescheduler-rounds", daemon=True)
 
     def start(self, rounds_over: int) -> None:
         """Begin, or carry on after that many rounds."""
-        self._rounds.scheduler.resume(rounds_over)
-        self._rounds.scheduler.expect(len(self._workers))
-        if self._rounds.scheduler.finished:  # worker 0 may be gone before the others ask
+        self._rounds.resume(rounds_over)
+        self._rounds.expect(len(self._workers))
+        if self._rounds.finished:  # worker 0 may be gone before the others ask
             for worker in self._workers:
-                self._post(worker, TrainingOver(round=self._rounds.scheduler.round))
+                self._post(worker, TrainingOver(round=self._rounds.round))
         self._thread.start()
 
     def post(self, *messages: FromWorker) -> None:
@@ -257,12 +648,12 @@ class RoundsThread:
     def rounds_over(self) -> int:
         """Number of rounds that are over, to keep over a restart. For any thread."""
         with self._lock:
-            return self._rounds.scheduler.rounds_over
+            return self._rounds.rounds_over
 
     def _run(self) -> None:
         try:
             while True:
-                tick = self._rounds.scheduler.next_tick
+                tick = self._rounds.next_tick
                 wait = _LOOK_S if tick is None else min(max(tick - time.monotonic(), 0.0), _LOOK_S)
                 try:
                     message = self._inbox.get(timeout=wait)
@@ -274,6 +665,6 @@ class RoundsThread:
                         return
                     with self._lock:
                         self._rounds.handle(message, now=time.monotonic())
-                self._look(self._rounds.stand_still or self._rounds.scheduler.finished)
+                self._look(self._rounds.stand_still or self._rounds.finished)
         except BaseException as error:
             self._on_error(error)

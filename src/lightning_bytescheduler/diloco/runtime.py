@@ -36,7 +36,7 @@ from lightning_bytescheduler.diloco.round_record import RoundRecord
 from lightning_bytescheduler.diloco.rounds import RoundsThread
 from lightning_bytescheduler.diloco.session import START, Session
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries, LoopBoundaries
-from lightning_bytescheduler.diloco.worker_restart import KeptStates, Resumed, WorkerStates
+from lightning_bytescheduler.diloco.worker_restart import Resumed, WorkerStates
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import NATIVE_S, FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
@@ -116,9 +116,8 @@ class Runtime:
         self.boundaries = boundaries
         self._carry_on(state)
         self.session.begin()
-        leads = self.state is not None
-        then = None if resumed is None else resumed.go_on(boundaries.trainer, leads=leads)
-        self._keep_states(boundaries.trainer, resumed)
+        then = None if resumed is None else resumed.go_on(boundaries.trainer)
+        self._keep_states(resumed)
         boundaries.attach(self.states)
         return then
 
@@ -126,7 +125,7 @@ class Runtime:
         if state is not None and self.state is not None:
             self.state.load_state_dict(state["outer"])
 
-    def _keep_states(self, trainer: pl.Trainer, resumed: Resumed | None) -> None:
+    def _keep_states(self, resumed: Resumed | None) -> None:
         """Begin to keep what a checkpoint is to have of this worker."""
 
     @property
@@ -178,6 +177,7 @@ class LeadingRuntime(Runtime):
     theirs, and their thread posts.
 
     Args:
+        trainer: The Trainer of the fit.
         trained: What is trained.
         world: Where this worker is.
         group: The worker's ranks.
@@ -189,9 +189,11 @@ class LeadingRuntime(Runtime):
     """
 
     state: OuterState
+    states: WorkerStates
 
     def __init__(
         self,
+        trainer: pl.Trainer,
         trained: TrainedWeights,
         *,
         world: WorkerWorld,
@@ -205,10 +207,8 @@ class LeadingRuntime(Runtime):
         if world.leaders is None:
             raise RuntimeError("Cannot exchange pseudo-gradients: only the first rank of a worker does.")
         self._board = board
-        self._world, self._full, self._timeout = world, options.worker_states, timeout
         self._name = name = worker_name(world.worker)
         self._stopped = self._idle = False
-        self._kept = KeptStates(2 if options.run.overlap else 1)
         self.state = OuterState(trained, **options.outer_step)
         size = size_of_parts(max(trained.sizes))
         self._exchange = PseudoGradientExchange(
@@ -248,6 +248,15 @@ class LeadingRuntime(Runtime):
             timeout=timeout,
         )
         super().__init__(session, board)
+        self.states = WorkerStates(
+            trainer,
+            session,
+            world,
+            full=options.worker_states,
+            timeout=timeout,
+            count=2 if options.run.overlap else 1,
+            own_state=self._own_state,
+        )
         hears: Callable[[Any], None] = session.receive if self._rounds is None else self._rounds.post
         self._mailbox = Mailbox(
             world.store,
@@ -256,7 +265,7 @@ class LeadingRuntime(Runtime):
             handle=lambda sender, text: hears(decode(text, sender=sender)),
             on_error=self._on_error,
             postman=self._postman,
-            calls=self._kept.ask,
+            calls=self.states.ask,
         )
         atexit.register(self.stop, failed=True)  # a thread inside torch while the interpreter ends would abort it
 
@@ -276,20 +285,13 @@ class LeadingRuntime(Runtime):
             self._rounds.start(rounds_over)
         self.session.stand_at(rounds_over)
 
-    def _keep_states(self, trainer: pl.Trainer, resumed: Resumed | None) -> None:
-        own = None if resumed is None else resumed.own
-        if resumed is not None and own is not None and resumed.alike:
-            self._load_own_counts(own)
-        self.states = WorkerStates(
-            trainer,
-            self.session,
-            self._world,
-            full=self._full,
-            timeout=self._timeout,
-            numbers=None if own is None else own["random"],
-            kept=self._kept,
-            own_state=self._own_state,
-        )
+    def _keep_states(self, resumed: Resumed | None) -> None:
+        """Count on from what :meth:`_own_state` gave; its weights are the module's."""
+        if resumed is not None and resumed.own is not None and resumed.alike:
+            if "samples" in resumed.own:
+                self.state.load_counts(resumed.own)
+            if self.session.overlap and "begun_with" in resumed.own:
+                self.session.go_on(resumed.own["begun_with"])
         self.states.begun()
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -316,13 +318,6 @@ class LeadingRuntime(Runtime):
             own["begun_with"] = self.session.done_in_round()
         return own
 
-    def _load_own_counts(self, state: Mapping[str, Any]) -> None:
-        """Count on from what :meth:`_own_state` gave; its weights are the module's."""
-        if "samples" in state:
-            self.state.load_counts(state)
-        if self.session.overlap and "begun_with" in state:
-            self.session.go_on(state["begun_with"])
-
     def _end_session(self, error: BaseException) -> None:
         super()._end_session(error)
         self._exchange.abort(error)
@@ -336,8 +331,7 @@ class LeadingRuntime(Runtime):
         if self._stopped:
             return self._idle
         try:
-            if self.states is not None:
-                self.states.leave(failed=failed)
+            self.states.leave(failed=failed)
         finally:  # an interrupt of that wait leaves no thread either
             self._stopped = True
             super().stop(failed=failed)
@@ -406,7 +400,6 @@ class CoordinatedRuntime(Runtime):
         self._begin = begin
         self._led = False  # to begin with, as all ranks of the worker know it
         self.boundaries: CoordinatedBoundaries | None = None
-        self._fault: RankFailedError | None = None
         self._transport: CoordinatorTransport | None = None
         self._stopped = False
 
@@ -423,7 +416,7 @@ class CoordinatedRuntime(Runtime):
         text = ""
         if self.group.leads:
             self.client = CoordinatorClient(self._address, hello=self._hello, timeout=self._timeout)
-            self.check()
+            self.group.check()
             text = msgspec.json.encode(self.client.first.result()).decode()  # the client gives up in time
         welcome = msgspec.json.decode(self.group.tell(text), type=Welcome)
         self.worker, self.options, self._led = welcome.worker, welcome.options, welcome.leads
@@ -455,7 +448,7 @@ class CoordinatedRuntime(Runtime):
             exchange=self._transport,
             timeout=self._timeout,
         )
-        self.check()
+        self.group.check()
         self.client.listen(self.session)
 
     @cached_property
@@ -475,13 +468,6 @@ class CoordinatedRuntime(Runtime):
         """The end of this worker, if it leads, is to be that of all."""
         if self.boundaries is not None:
             self.boundaries.ends_all = True
-
-    def check(self) -> None:
-        """Raise what another thread or rank has failed with, if any."""
-        if self._fault is not None:
-            raise self._fault
-        if self._begun:
-            self.session.check()
 
     def waits(self) -> bool:
         """See ``Idle``: this worker takes no part in rounds while other workers hold all that is left.
@@ -511,7 +497,6 @@ class CoordinatedRuntime(Runtime):
     def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
         """Stop: another rank of the worker has failed."""
         self.group.abort(fault)
-        self._fault = fault
         if self.client is not None:
             with suppress(InvalidStateError):
                 self.client.first.set_exception(fault)

@@ -54,7 +54,6 @@ from lightning_bytescheduler.diloco.messages import (
     Message,
     PassedRoundEnd,
     PauseRounds,
-    ResumeRounds,
     RoundEnded,
     SendingPseudoGradient,
     StepReport,
@@ -179,7 +178,6 @@ class Sent:
         update: What is sent.
         upload: Carries it.
         longest: Steps after sending it, after which the worker waits.
-        trained: Samples of slices that were trained on in that round.
         steps_since: Steps taken since it was sent.
     """
 
@@ -187,13 +185,20 @@ class Sent:
     update: Contribution
     upload: Upload
     longest: int
-    trained: tuple[TrainedRun, ...] = ()
     steps_since: int = 0
 
     @property
     def round(self) -> int:
         """The round in which it was made."""
         return self.said.round
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the coordinator has answered that its samples do not count."""
+        receipt = self.upload.receipt
+        known = receipt.done() and not receipt.cancelled() and not self.upload.failed
+        answer = self.upload.answer
+        return known and bool(self.update.samples) and (answer is None or not answer.weight)
 
 
 @dataclass(slots=True)
@@ -250,9 +255,8 @@ class Unmerged:
         self.sent: Sent | None = None
         self.beside = beside
         self.data: TrackedTraining | None = None
-        self._steps = self._samples = 0  # carried from rounds without a quorum, like the next line
-        self._carried: tuple[TrainedRun, ...] = ()
-        self._runs: tuple[TrainedRun, ...] = ()  # trained on since the last update
+        self._steps = self._samples = 0  # carried from rounds without a quorum
+        self._runs: tuple[TrainedRun, ...] = ()  # trained on, and in no update that counts or is on its way
 
     def stepped(self) -> None:
         """A step was taken."""
@@ -264,47 +268,39 @@ class Unmerged:
     @property
     def has_samples(self) -> bool:
         """Whether samples of slices were trained on and not sent yet."""
-        return bool(self._carried or self._runs)
+        return bool(self._runs)
 
     @property
     def carried_samples(self) -> int:
         """Samples of rounds without a quorum."""
         return self._samples
 
-    def with_carried(self, said: SendingPseudoGradient) -> dict[str, Any]:
-        """Return the counts of an update in its round, for a :class:`Contribution`."""
-        runs = self._carried + self._runs
+    def take(self, said: SendingPseudoGradient) -> dict[str, Any]:
+        """Return the counts of an update in its round, for a :class:`Contribution`, with what was carried."""
+        runs, self._runs = self._runs, ()
         if runs:
             from lightning_bytescheduler.slices.tracker import touching  # only if needed, as the import takes time
 
             runs = touching(runs)
         return {"steps": said.steps + self._steps, "round_samples": said.samples + self._samples, "trained": runs}
 
-    def take_back(self, runs: tuple[TrainedRun, ...]) -> None:
-        """Take back the samples of a called-off update; they go with the next one."""
-        self._runs = runs + self._runs
-
-    def take_runs(self) -> tuple[TrainedRun, ...]:
-        """Take the samples since the last update, for the next one."""
-        runs, self._runs = self._runs, ()
-        return runs
-
-    def carry(self, done: SendingPseudoGradient | RoundCounter, runs: tuple[TrainedRun, ...]) -> None:
-        """Keep the counts of a round that has changed nothing; they are sent later."""
+    def carry(self, done: SendingPseudoGradient | RoundCounter, runs: tuple[TrainedRun, ...] = ()) -> None:
+        """Keep the counts of a round that has changed nothing, and its update's samples; they are sent later."""
         self._steps += done.steps
         self._samples += done.samples
-        self._carried += runs
+        self._runs = runs + self._runs
 
     def call_off(self) -> Sent | None:
-        """Call off the update on its way, if any, and return it; its samples are to be sent again."""
+        """Call off the update on its way, if any, and return it; its samples go with the next one."""
         sent, self.sent = self.sent, None
         if sent is not None:
             sent.upload.receipt.cancel()
+            self._runs = sent.update.trained + self._runs
         return sent
 
     def counts(self, sent: Sent) -> None:
         """Note that a sent update is in the weights, with what was carried."""
-        self._clear_carried()
+        self._steps = self._samples = 0
         receipt = sent.upload.answer
         # "again" may be the answer for an earlier form of the update, with fewer samples.
         if self.data is not None and receipt is not None and receipt.weight and receipt.verdict == "added":
@@ -314,19 +310,15 @@ class Unmerged:
 
     def lose(self) -> None:
         """What was trained since the last update is in no weights, nor will it be."""
-        self._clear_carried()
+        self._steps = self._samples = 0
         self._runs = ()
         self._tell_rest()
-
-    def _clear_carried(self) -> None:
-        self._steps = self._samples = 0
-        self._carried = ()
 
     def _tell_rest(self) -> None:
         """Tell the data which samples are not merged here; the coordinator alone knows which others are."""
         if self.data is not None:
             on_its_way = () if self.sent is None else self.sent.update.trained
-            self.data.reset((*on_its_way, *self._carried, *self._runs))
+            self.data.reset((*on_its_way, *self._runs))
 
 
 class AwayError(Exception):
@@ -443,13 +435,14 @@ class Session:
             place.connected, place.joined, place.welcome, place.provides = True, False, welcome, welcome.provide
             place.realign = welcome.fetch or welcome.provide or not place.begun
             place.ended = welcome.version
+            if place.last_round is not None and welcome.version < place.last_round:
+                place.last_round = None  # that round is not in the state of this coordinator, which trains it again
             place.means.clear()
             self.worker = place.counter.worker = welcome.worker
             self.leads = welcome.leads
-            if place.reported is not None:
-                place.reported = msgspec.structs.replace(place.reported, worker=self.worker)
             if place.begun and not place.realign and place.ended == place.version:
                 self._join()
+                self._send_again()
             self._lock.notify_all()
 
     def lost(self) -> None:
@@ -487,8 +480,7 @@ class Session:
 
     def check(self) -> None:
         """Raise the error of another thread or rank, if there is one."""
-        if self._group.cause is not None:
-            raise self._group.cause
+        self._group.check()
 
     def _notify(self, _: object = None) -> None:
         with self._lock:
@@ -848,10 +840,17 @@ class Session:
             said = self._place.counter.send()
             self._place.reported = None
             self._post(said)
-        update = self._update(self._trained.fragment_of(said.round), said.round, **self.unmerged.with_carried(said))
-        upload, longest, runs = self._start(update), self.overlap.longest(said.steps), self.unmerged.take_runs()
-        self.unmerged.sent = Sent(said=said, update=update, upload=upload, longest=longest, trained=runs)
+        update = self._update(self._trained.fragment_of(said.round), said.round, **self.unmerged.take(said))
+        longest = self.overlap.longest(said.steps)
+        self.unmerged.sent = Sent(said=said, update=update, upload=self._start(update), longest=longest)
         return True
+
+    def _send_again(self) -> None:
+        """Send an update that has its receipt once more, as the coordinator may have lost it. With the lock held."""
+        sent = self.unmerged.sent
+        if sent is not None and sent.upload.answer is not None:
+            former, sent.upload = sent.upload, self._start(sent.update)
+            sent.upload.former = former.answer
 
     def _start(self, update: Contribution) -> Upload:
         upload = self._exchange.start(update, lambda: self._place.ended < update.round)
@@ -877,34 +876,36 @@ class Session:
         with self._lock:
             ended = self._place.ends.get(round)
         halts = ended is not None and ended.halts
-        unmerged, sent, refused = self.unmerged, self.unmerged.sent, False
+        unmerged, sent, gives_up = self.unmerged, self.unmerged.sent, False
         if self.overlap.follows_mean:
             unmerged.beside = 0 if sent is None or sent.round != round else sent.steps_since
         if sent is not None and sent.round == round:
+            self._await_receipt(sent)
             unmerged.sent = None
-            if (mean.total and self._exchange.keeps_residuals) or sent.update.trained:
-                self._await_receipt(sent)
-            receipt = sent.upload.answer if sent.update.trained else None
-            refused = receipt is not None and not receipt.weight
+            is_dropped = self._exchange.source is not None and sent.is_dropped
             self._exchange.settle(sent.upload, total=mean.total)
-            if refused:
+            if is_dropped:
+                self._say_lost(round, sent.update.round_samples)
+            if is_dropped and sent.update.trained:
+                gives_up = True
                 self._give_up()  # its samples are in the weights already, or belong to another worker
             elif mean.total:
                 # Steps taken while it travelled are still to be sent.
                 self.state.taken(sent.update)
                 unmerged.counts(sent)
             else:
-                unmerged.carry(sent.said, sent.trained)
+                unmerged.carry(sent.said, sent.update.trained)
         elif not mean.total or self._trained.mixing:
             with self._lock:
                 if (counter := self._place.counter).round == round:
-                    unmerged.carry(counter, unmerged.take_runs())
+                    unmerged.carry(counter)
                     counter.clear()
         else:
+            self._say_lost(round, self._place.counter.samples + unmerged.carried_samples)
             self.state.overwritten(fragment)
             unmerged.lose()
         if mean.total:
-            self.state.merge(fragment, mean.values, total=mean.total, exactly=halts or refused)
+            self.state.merge(fragment, mean.values, total=mean.total, exactly=halts or gives_up)
         place = self._place
         with self._lock:
             place.version, place.chain = round, mean.chain
@@ -916,6 +917,19 @@ class Session:
         self.halted = halts
         if halts:
             self._synchronise_others(round)
+
+    def _say_lost(self, round: int, samples: int) -> None:
+        """Warn that what was trained for a round is not in its mean."""
+        if samples:
+            again = "" if self.unmerged.data is None else " Its slices are trained on again."
+            log.warning(
+                "%s: round %d ended without its %d samples, which came too late or were refused, and are in no "
+                "weights.%s A longer --grace-s waits for slow workers.",
+                self.worker,
+                round,
+                samples,
+                again,
+            )
 
     def _synchronise_others(self, round: int) -> None:
         """Synchronise the fragments other than the round's, as all stand still with the same weights."""
@@ -948,8 +962,7 @@ class Session:
         while self._late:
             if place.realign:
                 lost = self._unsent
-                if (sent := self.unmerged.call_off()) is not None:
-                    self.unmerged.take_back(sent.trained)
+                self.unmerged.call_off()
                 if place.begun and lost:
                     log.warning("%s takes the global state, and gives up %d samples of its own", self.worker, lost)
                 self._align()
@@ -1039,19 +1052,23 @@ class Session:
         if self._place.away:
             return
         self._place.joined = True
-        counter, round = self._place.counter, self.round
+        counter, sent = self._place.counter, self.unmerged.sent
+        last: StepReport | SendingPseudoGradient | None = self._place.reported
         message = JoinRounds(worker=self.worker)
-        if counter.round == round and self._place.reported is not None and self.unmerged.sent is None:
-            message = msgspec.structs.replace(message, round=round, steps=counter.steps, samples=counter.samples)
+        if sent is not None and sent.round == self.round:
+            last = said = sent.said
+            message = msgspec.structs.replace(message, round=said.round, steps=said.steps, samples=said.samples)
+        elif sent is None and counter.round == self.round:
+            message = msgspec.structs.replace(
+                message, round=counter.round, steps=counter.steps, samples=counter.samples
+            )
         self._post(message)
-        if message.round and self._place.reported is not None:
-            self._post(self._place.reported)
+        if message.round and last is not None:
+            self._post(msgspec.structs.replace(last, worker=self.worker))
 
     def _go_on_alone(self) -> None:
         """Go on in the round that was sent, without the coordinator. All of it is sent again, in this or the next."""
         sent = self.unmerged.call_off()
-        if sent is not None:
-            self.unmerged.take_back(sent.trained)
         with self._lock:
             if sent is not None:
                 self._place.counter = self._place.counter.carried_into(sent.round, sent.said)
@@ -1083,9 +1100,8 @@ class Session:
         self._place.shown.close()
         place = self._place
         with self._lock:
-            place.away = False
-            self._post(ResumeRounds(worker=self.worker))
-            if place.connected and not place.joined and not self._late:  # a new connection since the pause began
+            place.away = place.joined = False
+            if place.connected and not self._late:
                 self._join()
             stays = self.unmerged.sent is None and not self._late and self._place.counter.round == self.round
         if not stays:
@@ -1127,7 +1143,7 @@ class Session:
         if self._exchange.source is None or self._group.cause is not None or self._over_here:
             return 0
         sent, unsent = self.unmerged.sent, self._place.counter.samples
-        if sent is not None and sent.upload.answer is not None:
+        if sent is not None and sent.upload.answer is not None and not sent.is_dropped:
             return unsent
         return unsent + self.unmerged.carried_samples + (0 if sent is None else sent.said.samples)
 

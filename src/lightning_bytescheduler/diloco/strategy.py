@@ -669,6 +669,7 @@ class DiLoCoStrategy(RankStrategy):
             session = Session(worker=name, group=group, trained=trained, overlap=run.overlap, flush=self.flush)
             return Runtime(session, board)
         return LeadingRuntime(
+            trainer,
             trained,
             world=world,
             group=group,
@@ -789,12 +790,6 @@ class RoundHooks(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """See to it that the epoch ends for all."""
         self._strategy.at_boundary(lambda boundaries: boundaries.before_epoch_end())
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the validation before a checkpoint is written."""
-        runtime = self._strategy._runtime
-        if runtime is not None and runtime.states is not None:
-            runtime.states.validated()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Bring all workers to the global weights, before other callbacks look at them."""

@@ -1,12 +1,13 @@
 """Makes restarts exact: each worker's own state goes into the checkpoint, and comes back to the same worker.
 
 A worker's own state at a moment between two rounds is all that is not global: its optimizer, schedules and loss scale,
-its progress, its place in the epoch, its buffers and random numbers; with fragments or overlap its own weights too, and
-what compressed pseudo-gradients have left to be sent. It has tensors and primitives only, in host memory.
+its progress, its place in the epoch and its buffers; with fragments or overlap its own weights too, and what compressed
+pseudo-gradients have left to be sent. It has tensors and primitives only, in host memory. As with Lightning's other
+strategies, random numbers are not part of it: dropout draws others after a restart.
 
 A checkpoint is of a moment between two rounds: the beginning of a round if it is written during the round, or the end
 of a round at which all workers stand still. Each worker keeps its state of the last such moment. Worker 0 writes the
-checkpoint, with its own state in Lightning's places, and asks the others for theirs (:class:`StateCollection`). If it
+checkpoint, with its own state in Lightning's places, and asks the others for theirs. If it
 writes in the middle of a round, Lightning's places are put back to the round's beginning, of which the weights are; see
 :func:`put_back`.
 
@@ -27,14 +28,11 @@ import copy
 import io
 import logging
 import pickle
-import random
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -47,7 +45,7 @@ from lightning_bytescheduler.diloco.mailbox import Caller, await_key, connection
 from lightning_bytescheduler.diloco.outer_optimizer import copied
 from lightning_bytescheduler.diloco.process_groups import WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.session import Session
-from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError
+from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
 
 log = logging.getLogger(__name__)
@@ -62,7 +60,7 @@ _MOVED_BY_AVERAGING = "current_model_state"  # where Lightning's WeightAveraging
 _LARGE = ("optimizers", "unsent", "weights")
 
 
-class Moment(NamedTuple):
+class Moment(msgspec.Struct, frozen=True):
     """A moment of which a checkpoint can be, the same for all workers.
 
     Attributes:
@@ -80,7 +78,6 @@ def take(
     full: bool,
     after_batch: bool,
     halted: bool,
-    numbers: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return this worker's present state; on the training thread, with weights that are up to date.
 
@@ -89,7 +86,6 @@ def take(
         full: Whether the state of optimizers, which takes memory, is part of it.
         after_batch: Whether Lightning has counted a batch here, and not yet a step.
         halted: See :class:`Moment`.
-        numbers: Earlier random states, from :func:`random_numbers`; ``None`` for the present ones.
     """
     module = trainer.lightning_module
     share = share_of(trainer)
@@ -99,8 +95,7 @@ def take(
         "loops": _progress(trainer, after_batch=after_batch, halted=halted),
         "schedulers": [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
         "buffers": {name: copied(buffer) for name, buffer in _buffers(module).items()},
-        "random": random_numbers(trainer.strategy.root_device) if numbers is None else dict(numbers),
-        "position": None if share is None else share[1].position,
+        "position": None if share is None else share.position,
     }
     if precision:
         taken["precision"] = {type(trainer.precision_plugin).__qualname__: copied(precision)}
@@ -145,31 +140,6 @@ def _put_states(taken: Mapping[str, Any], checkpoint: dict[str, Any]) -> None:
     model.update({name: value for name, value in taken["buffers"].items() if name in model})
 
 
-def random_numbers(device: torch.device) -> dict[str, Any]:
-    """The states of the generators that torch, Python and NumPy draw from."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, position, has_gauss, gauss = numpy.random.get_state()
-        if kind == "MT19937":
-            states["numpy"] = (torch.tensor(keys.tolist(), device="cpu"), int(position), int(has_gauss), float(gauss))
-    return states
-
-
-def set_random_numbers(states: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the states that :func:`random_numbers` returned."""
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in states:
-        keys, *others = states["numpy"]
-        numpy.random.set_state(("MT19937", keys.numpy().astype("uint32"), *others))
-
-
 def _progress(trainer: pl.Trainer, *, after_batch: bool, halted: bool) -> dict[str, Any]:
     """Lightning's progress, as if nothing of the next batch had begun."""
     loops: dict[str, Any] = copy.deepcopy(trainer.fit_loop.state_dict())
@@ -196,79 +166,6 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 _OVER = "states/over"
 
 
-class _Asked(msgspec.Struct, frozen=True):
-    rounds: int
-    halted: bool
-    settled: bool
-
-
-class KeptStates:
-    """A worker's states of the last moments; kept by the training thread, asked for on any thread.
-
-    Args:
-        count: Number of states that are kept.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._lock = threading.Lock()
-        # What follows changes under the lock.
-        self._states: dict[Moment, tuple[dict[str, Any], bool]] = {}  # states, and whether each is complete
-        self._asked: list[tuple[_Asked, Callable[[Callable[[], bytes]], None]]] = []
-        self._closed = False
-
-    def keep(self, moment: Moment, state: dict[str, Any], *, settled: bool = True) -> None:
-        """Keep a state, in the place of the oldest one.
-
-        Args:
-            moment: When it was taken.
-            state: The state. It must not change later; :meth:`settle` makes a copy.
-            settled: Whether the state is complete.
-        """
-        with self._lock:
-            self._states.pop(moment, None)
-            self._states[moment] = state, settled
-            while len(self._states) > self._count:
-                self._states.pop(next(iter(self._states)))
-            self._answer()
-
-    def settle(self, **more: Any) -> None:
-        """Complete the last state with ``more``."""
-        with self._lock:
-            if self._states:
-                moment, (state, _) = self._states.popitem()
-                self._states[moment] = {**state, **more}, True
-                self._answer()
-
-    @property
-    def last(self) -> tuple[Moment, dict[str, Any], bool] | None:
-        """The last moment, its state, and whether that is complete."""
-        with self._lock:
-            moment = next(reversed(self._states), None)
-            return None if moment is None else (moment, *self._states[moment])
-
-    def ask(self, text: str, answer: Callable[[Callable[[], bytes]], None]) -> None:
-        """Answer the writer, now or when this worker comes to the moment; for a mailbox."""
-        with self._lock:
-            self._asked.append((msgspec.json.decode(text, type=_Asked), answer))
-            self._answer()
-
-    def close(self) -> None:
-        """Refuse all questions from here on."""
-        with self._lock:
-            self._closed = True
-            self._answer()
-
-    def _answer(self) -> None:
-        asked, self._asked = self._asked, []
-        for question, answer in asked:
-            state, settled = self._states.get(Moment(question.rounds, question.halted), (None, False))
-            if self._closed or (state is not None and (settled or not question.settled)):
-                answer(partial(_packed, None if self._closed else state))
-            else:
-                self._asked.append((question, answer))
-
-
 def _packed(state: Mapping[str, Any] | None) -> bytes:
     if state is None:
         raise LookupError("it takes part no more")
@@ -290,58 +187,42 @@ def await_writer(store: dist.Store, limit: float, check: Callable[[], None]) -> 
     await_key(connection, _OVER, limit=limit, check=check)
 
 
-class StateCollection:
-    """Asks for other workers' states. For one thread.
+_PARTS = {"outer": ("optimizer",), "rounds": ("round",)}
+_PARTS_OF_LAUNCHED = {"unsent": ("workers", "rank", "own", "mean"), "workers": ("halted", "inner_size", "of")}
 
-    Args:
-        store: The store that all ranks share.
-        workers: Names of the other workers.
-        limit: Longest wait for the next part of a state, in seconds.
-        check: Called repeatedly while waiting; raises if a rank has failed.
+
+def require_whole_state(checkpoint: Mapping[str, Any]) -> None:
+    """Check the outer state of a checkpoint, if it has one.
+
+    Raises:
+        UnsupportedError: Names what is missing.
     """
-
-    def __init__(self, store: dist.Store, workers: Sequence[str], *, limit: float, check: Callable[[], None]) -> None:
-        self._store = connection_to(store)
-        self._caller = Caller(store, sender="checkpoint", timeout=limit, check=check)
-        self._workers = tuple(workers)
-
-    def collect(self, moment: Moment, *, settled: bool = True) -> dict[str, dict[str, Any] | str]:
-        """Return each worker's state at a moment, or why it is missing. Bounded, raises nothing.
-
-        Args:
-            moment: The writer's present moment.
-            settled: Whether the writer's state is complete. In a validation it is not, and others may wait for it.
-        """
-        text = msgspec.json.encode(_Asked(moment.rounds, moment.halted, settled)).decode()
-        found: dict[str, dict[str, Any] | str] = {}
-        try:
-            calls = {worker: self._caller.ask(worker, text) for worker in self._workers}
-        except RuntimeError as error:  # the store is gone
-            return dict.fromkeys(self._workers, str(error))
-        for worker, call in calls.items():
-            try:
-                content = self._caller.answer(call)
-                found[worker] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-            except (RuntimeError, SchedulerTimeoutError, pickle.UnpicklingError) as error:  # it alone lacks
-                found[worker] = str(error)
-            except (Exception, KeyboardInterrupt) as error:  # a checkpoint without it is better than none
-                found[worker] = f"{type(error).__name__}: {error}"
-                return {**dict.fromkeys(self._workers, found[worker]), **found}
-        return found
-
-    def end(self) -> None:
-        """Let the others go: there will be no more questions."""
-        with suppress(RuntimeError):  # the store is gone, and the threads that wait know it
-            self._store.set(_OVER, "1")
+    state = checkpoint.get(OUTER_STATE)
+    known = state if isinstance(state, Mapping) else {}
+    parts = _PARTS | {part: names for part, names in _PARTS_OF_LAUNCHED.items() if part in known}
+    missing = [
+        f"{part}.{name}"
+        for part, names in parts.items()
+        for name in names
+        if not isinstance(known.get(part), Mapping) or name not in known[part]
+    ]
+    if state is not None and missing:
+        raise UnsupportedError(
+            f"The checkpoint's entry {OUTER_STATE!r} is damaged, or is not this strategy's: it lacks "
+            f"{', '.join(missing)}. Without that entry, weights and the inner optimizer go on, and rounds and the "
+            "outer optimizer begin anew."
+        )
 
 
 _WORKERS = "workers"
-_OF_FIRST = ("random", "position", "weights", "samples", "begun_with")  # what Lightning's places do not have
+_OF_FIRST = ("position", "weights", "samples", "begun_with")  # what Lightning's places do not have
 _SHARE_OF_TIMEOUT = 0.25  # for the writer's waits: the others wait for the writer for up to the timeout
 
 
 class WorkerStates:
-    """One leader's part in exact restarts, for one fit. For the training thread.
+    """One leader's part in exact restarts, for one fit: keeps its states of the last moments, and gives them.
+
+    For the training thread, but for :meth:`ask`.
 
     Args:
         trainer: The Trainer of the fit.
@@ -349,8 +230,7 @@ class WorkerStates:
         world: The place of this leader among the workers.
         full: Whether optimizers' states, own weights and what was left unsent are kept, too.
         timeout: The strategy's timeout, in seconds.
-        numbers: Random states from which the first batch is drawn, if not the present ones.
-        kept: The states with which this worker answers, if it is not the writer.
+        count: Number of states that are kept.
         own_state: Returns what else this worker alone has.
     """
 
@@ -362,64 +242,58 @@ class WorkerStates:
         *,
         full: bool,
         timeout: float,
-        numbers: Mapping[str, Any] | None,
-        kept: KeptStates,
+        count: int,
         own_state: Callable[[], dict[str, Any]],
     ) -> None:
         self._trainer = trainer
         self._session = session
         self._own_state = own_state
-        self._inner_size, self._others = world.inner_size, world.workers - 1
+        self._inner_size = world.inner_size
         self._full = full
         self._timeout = timeout
-        self._numbers = numbers
         self._store = world.store
-        self._kept = kept
-        self._collection: StateCollection | None = None
+        self._count = count
+        self._lock = threading.Lock()
+        # What follows changes under the lock.
+        self._states: dict[Moment, dict[str, Any]] = {}
+        self._asked: list[tuple[Moment, Callable[[Callable[[], bytes]], None]]] = []
+        self._closed = False
+        # Of the writer alone.
+        self._others = [worker_name(number) for number in range(1, world.workers)]
+        self._caller: Caller | None = None
         if not world.worker:
-            others = [worker_name(number) for number in range(1, world.workers)]
             limit = _SHARE_OF_TIMEOUT * timeout
-            self._collection = StateCollection(world.store, others, limit=limit, check=session.check)
-        self._session.at_begin = self._begun_after_batch
+            self._caller = Caller(world.store, sender="checkpoint", timeout=limit, check=session.check)
 
     def begun(self) -> None:
         """A round has begun; its first batch was drawn, and nothing has been done with it."""
-        self._keep(after_batch=False)
+        self._session.at_begin = partial(self._keep_begun, after_batch=True)
+        self._keep_begun(after_batch=False)
 
     def halted(self) -> None:
         """All workers stand still, and this worker has done all that this round's end is for, except a validation."""
         ended = self._session.round_end
         if ended is not None:
-            state = self._take(after_batch=True, halted=True, numbers=None)
-            self._numbers = state["random"]
-            self._kept.keep(Moment(ended.round, halted=True), state, settled=not ended.validate)
-
-    def validated(self) -> None:
-        """A validation is over, which may have drawn random numbers."""
-        if self._session.halted:
-            self._numbers = random_numbers(self._trainer.strategy.root_device)
-            self._kept.settle(random=self._numbers)
+            self.keep(Moment(ended.round, halted=True), self._take(after_batch=True, halted=True))
 
     def over(self) -> None:
         """The last round is over, and this worker has the global weights, by whichever way it got them."""
-        last, ended = self._kept.last, self._session.round_end
+        last, ended = self._last, self._session.round_end
         if ended is not None and (last is None or last[0] != Moment(ended.round, halted=True)):
-            state = self._take(after_batch=False, halted=True, numbers=None)
-            self._kept.keep(Moment(ended.round, halted=True), state)
-        self._kept.settle()
+            self.keep(Moment(ended.round, halted=True), self._take(after_batch=False, halted=True))
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
         """On the first worker: make a checkpoint one of a single moment, with all workers' states at it."""
-        last, outer = self._kept.last, checkpoint.get(OUTER_STATE)
-        if self._collection is None or last is None or outer is None or "optimizer_states" not in checkpoint:
+        last, outer = self._last, checkpoint.get(OUTER_STATE)
+        if self._caller is None or last is None or outer is None or "optimizer_states" not in checkpoint:
             return
-        moment, own, settled = last
+        moment, own = last
         if not moment.halted:
             put_back(own, checkpoint)
             if "unsent" in own:
                 outer["unsent"] = own["unsent"]
         outer["rounds"] = {**outer["rounds"], "round": moment.rounds}
-        found = self._collection.collect(moment, settled=settled)
+        found = self.collect(moment)
         lacking = {worker: state for worker, state in found.items() if isinstance(state, str)}
         if lacking:
             log.warning(
@@ -433,14 +307,36 @@ class WorkerStates:
 
     def complete_alone(self, outer: dict[str, Any]) -> None:
         """On the first worker: make its outer state one that outlasts the fit, without the other workers' states."""
-        last = self._kept.last
+        last = self._last
         if last is not None and last[0].halted:
-            outer["rounds"] = {**outer["rounds"], "round": last[0].rounds}
-            outer[_WORKERS] = self._workers_in(last[0], last[1], [None] * self._others)
+            outer[_WORKERS] = self._workers_in(*last, [None] * len(self._others))
 
     def _workers_in(self, moment: Moment, own: Mapping[str, Any], others: Sequence[object]) -> dict[str, Any]:
         first = {name: own[name] for name in _OF_FIRST if name in own}
         return {"halted": moment.halted, "inner_size": self._inner_size, "of": [first, *others]}
+
+    def collect(self, moment: Moment) -> dict[str, dict[str, Any] | str]:
+        """On the first worker: return the others' states, or why they are missing. Bounded, raises nothing.
+
+        Args:
+            moment: This worker's present moment.
+        """
+        text, caller = msgspec.json.encode(moment).decode(), self._caller
+        found: dict[str, dict[str, Any] | str] = {}
+        try:
+            calls = {} if caller is None else {worker: caller.ask(worker, text) for worker in self._others}
+        except RuntimeError as error:  # the store is gone
+            return dict.fromkeys(self._others, str(error))
+        for worker, call in calls.items():
+            try:
+                content = caller.answer(call) if caller is not None else b""
+                found[worker] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            except (RuntimeError, SchedulerTimeoutError, pickle.UnpicklingError) as error:  # it alone lacks
+                found[worker] = str(error)
+            except (Exception, KeyboardInterrupt) as error:  # a checkpoint without it is better than none
+                found[worker] = f"{type(error).__name__}: {error}"
+                return {**dict.fromkeys(self._others, found[worker]), **found}
+        return found
 
     def leave(self, *, failed: bool) -> None:
         """The fit is over: stay until the first worker has written its last checkpoint. Bounded.
@@ -453,24 +349,49 @@ class WorkerStates:
         """
         self._session.at_begin = None
         try:
-            if self._collection is not None:
-                self._collection.end()
+            if self._caller is not None:
+                self._caller.tell(_OVER)
             elif not failed:
                 await_writer(self._store, self._timeout, self._session.check)
         finally:
-            self._kept.close()
+            with self._lock:
+                self._closed = True
+                self._answer()
 
-    def _begun_after_batch(self) -> None:
-        self._numbers = None
-        self._keep(after_batch=True)
+    def ask(self, text: str, answer: Callable[[Callable[[], bytes]], None]) -> None:
+        """Answer the writer, now or when this worker comes to the moment; for a mailbox, on any thread."""
+        with self._lock:
+            self._asked.append((msgspec.json.decode(text, type=Moment), answer))
+            self._answer()
 
-    def _keep(self, *, after_batch: bool) -> None:
-        state = self._take(after_batch=after_batch, halted=False, numbers=self._numbers)
-        self._numbers = None
-        self._kept.keep(Moment(self._session.round - 1, halted=False), state)
+    def keep(self, moment: Moment, state: dict[str, Any]) -> None:
+        """Keep a state, in the place of the oldest one; it must not change later."""
+        with self._lock:
+            self._states.pop(moment, None)
+            self._states[moment] = state
+            while len(self._states) > self._count:
+                self._states.pop(next(iter(self._states)))
+            self._answer()
 
-    def _take(self, *, after_batch: bool, halted: bool, numbers: Mapping[str, Any] | None) -> dict[str, Any]:
-        taken = take(self._trainer, full=self._full, after_batch=after_batch, halted=halted, numbers=numbers)
+    def _answer(self) -> None:
+        asked, self._asked = self._asked, []
+        for moment, answer in asked:
+            state = None if self._closed else self._states.get(moment)
+            if self._closed or state is not None:
+                answer(partial(_packed, state))
+            else:
+                self._asked.append((moment, answer))
+
+    @property
+    def _last(self) -> tuple[Moment, dict[str, Any]] | None:
+        return next(reversed(self._states.items()), None)  # this thread alone keeps states
+
+    def _keep_begun(self, *, after_batch: bool) -> None:
+        moment = Moment(self._session.round - 1, halted=False)
+        self.keep(moment, self._take(after_batch=after_batch, halted=False))
+
+    def _take(self, *, after_batch: bool, halted: bool) -> dict[str, Any]:
+        taken = take(self._trainer, full=self._full, after_batch=after_batch, halted=halted)
         return {**taken, **self._own_state()} if self._full else taken
 
 
@@ -498,13 +419,20 @@ class Resumed:
             checkpoint: The loaded checkpoint; is changed, and the other workers' states are removed.
             worker: Number of this rank's worker.
             workers: Number of workers.
+
+        Raises:
+            UnsupportedError: If the checkpoint's outer state is damaged; names what is missing.
         """
+        require_whole_state(checkpoint)
         outer = checkpoint.get(OUTER_STATE)
         saved = None if outer is None else outer.pop(_WORKERS, None)
         if saved is None:
             return None
         of = saved["of"]
         own = of[worker] if worker < len(of) else None
+        needed = ("loops", "global_step", "schedulers", "buffers")
+        if worker and own is not None and (missing := [name for name in needed if name not in own]):
+            raise UnsupportedError(f"The checkpoint is damaged: the state of worker {worker} lacks {missing}.")
         if worker and own is not None and outer is not None:
             give(own, checkpoint, halted=saved["halted"])
             if "unsent" in own:
@@ -523,12 +451,11 @@ class Resumed:
             alike=len(of) == workers,
         )
 
-    def go_on(self, trainer: pl.Trainer, *, leads: bool) -> Callable[[], None] | None:
+    def go_on(self, trainer: pl.Trainer) -> Callable[[], None] | None:
         """Put this worker's own state where Lightning has no place for it, before the first batch.
 
         Args:
             trainer: Has loaded the checkpoint.
-            leads: Whether this rank speaks for its worker, whose random numbers were kept.
 
         Returns:
             A function to call when the next epoch begins, if the rest of this one has another length.
@@ -543,13 +470,10 @@ class Resumed:
                 parameters = dict(module.named_parameters())
                 for name, value in own.get("weights", {}).items():
                     parameters[name].copy_(value)
-        found, device = share_of(trainer), trainer.strategy.root_device
-        if leads and "random" in own and found is not None:
-            found[0].at_position = lambda: set_random_numbers(own["random"], device)
+        share = share_of(trainer)
         loop: Any = trainer.fit_loop.epoch_loop
-        if found is None or not self.positions or loop.batch_progress.is_last_batch:
+        if share is None or not self.positions or loop.batch_progress.is_last_batch:
             return None
-        share = found[1]
         if not share.resume(self.positions, self.inner_size):
             rank_zero_warn(
                 "diloco: the checkpoint is of the middle of an epoch of other data, or in another order: what is left "

@@ -280,7 +280,7 @@ def worker_slices(
 
         def check_all() -> None:
             check()
-            runtime.check()
+            runtime.group.check()
 
         ranks = runtime.group if world.size > 1 else None
         slices = CoordinatedSlices(
