@@ -61,8 +61,6 @@ def made_up_status(workers: int = 8, rounds: int = 40, *, seed: int = 7) -> RunS
             for number in range(rounds)
         ),
         slices=TrackerReport(
-            over=False,
-            workers=3,
             epoch=1,
             samples=9_600_000,
             trained=3_100_000,

@@ -184,7 +184,7 @@ def test_what_a_silent_member_holds_by_a_saved_state_comes_back_when_it_was_awai
     one, after = restarted_while_one_holds_a_slice(tmp_path, patience=0.0)
     assert after.tracker.held("one") == 1
     after.take_back([one], {}, RoundOptions(silent_after=10.0), now=0.0)
-    assert after.tracker.report().workers == 0
+    assert not after.tracker._workers
 
 
 def test_who_has_left_while_it_asked_gets_no_slice(tmp_path: Path) -> None:

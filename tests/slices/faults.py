@@ -29,7 +29,7 @@ class VirtualTime:
         self.now += seconds
 
     def waiting(self) -> Waiting:
-        return Waiting(clock=lambda: self.now, sleep=self.sleep, chance=lambda: 0.5)
+        return Waiting(clock=lambda: self.now, sleep=self.sleep)
 
 
 def lines(number: int, count: int = 500) -> list[str]:

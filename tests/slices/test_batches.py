@@ -55,6 +55,21 @@ def test_a_mixture_is_repeated_of_its_own_source() -> None:
     assert reader.read(BATCHES[0])[0] == lines(2, COUNT)
 
 
+def test_a_bad_sample_may_be_read_twice_in_a_batch() -> None:
+    """In place of a lost one, and as itself."""
+
+    def no_3(sample: str) -> str:
+        return sample if not sample.endswith("line 3") else str(1 // 0)
+
+    source = FaultySource(2, count=COUNT)
+    source.fault = lambda slice_, start, answer: damaged(slice_, start, answer) if slice_.key == "s0" else answer
+    reader = BatchReader(SliceStore(source, StoreOptions(timeout=0.1)), transform=no_3, skip=True)
+    samples, report = reader.read(SliceBatch(0, (SampleRun(0, 0, COUNT), SampleRun(1, 0, COUNT))))
+    good = [line for line in lines(1, COUNT) if not line.endswith("line 3")]
+    assert list(samples) == [*good, *good, *good[:2]]
+    assert [number for _, number, _ in report.skipped] == [3]
+
+
 def test_without_a_fill_its_batch_is_empty() -> None:
     source = FaultySource(1, count=COUNT)
     source.fault = damaged

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -137,8 +138,8 @@ def test_a_flipped_bit_on_the_disk_ends_the_chunks_before_it(tmp_path, at):
     file_of(tmp_path, "a").write_bytes(content)
     cached = cache.find(plan("a"))
     assert len(list(cached.chunks(0))) == at // 1000
-    cache.discard(cached)
     cached.close()
+    cache.discard(plan("a"))
     assert names(cache) == set()
 
 
@@ -150,37 +151,42 @@ def test_a_file_that_is_cut_short_is_deleted(tmp_path):
     assert names(cache) == set()
 
 
-def test_a_slice_fetched_again_is_not_discarded_for_the_old_one(tmp_path):
-    cache = SliceCache(tmp_path, 2 * SIZE)
-    old = put(cache, "a")
-    file_of(tmp_path, "a").unlink()
-    put(cache, "a").close()
-    cache.discard(old)
-    old.close()
-    assert held(cache, "a") == chunks("a")
-
-
-def test_a_full_disk_makes_room_and_then_gives_up(tmp_path, monkeypatch):
+def test_a_disk_that_is_full_before_the_limit_makes_room_and_then_gives_up(tmp_path, monkeypatch):
     cache = SliceCache(tmp_path, 10 * SIZE)
     put(cache, "a").close()
     used = put(cache, "b")
-    pwrite = os.pwrite
-
-    def full(descriptor, content, at):
-        if len(names(cache)) > 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return pwrite(descriptor, content, at)
-
-    monkeypatch.setattr(cache_module.os, "pwrite", full)
+    usage = type(shutil.disk_usage(tmp_path))
+    monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda _: usage(0, 0, (2 - len(names(cache))) * SIZE))
     put(cache, "c").close()
     assert names(cache) == {"b", "c"}
-    writer = cache.begin(plan("d"))
     used_too = cache.find(plan("c"))
-    with pytest.raises(DiskFailed, match="No space left"):
-        writer.write(chunks("d")[0])
-    writer.abandon()
+    with pytest.raises(DiskFailed, match="has no room"):
+        cache.begin(plan("d"))
     used.close()
     used_too.close()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_what_others_write_counts_on_a_disk_that_is_nearly_full(tmp_path, monkeypatch):
+    cache = SliceCache(tmp_path, 10 * SIZE)
+    usage = type(shutil.disk_usage(tmp_path))
+    monkeypatch.setattr(cache_module.shutil, "disk_usage", lambda _: usage(0, 0, SIZE + 1))
+    writer = cache.begin(plan("a"))
+    with pytest.raises(DiskFailed, match="has no room"):
+        cache.begin(plan("b"))
+    writer.abandon()
+
+
+def test_a_disk_that_fails_in_mid_write_is_told(tmp_path, monkeypatch):
+    def full(descriptor, content, at):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    cache = SliceCache(tmp_path, 10 * SIZE)
+    monkeypatch.setattr(cache_module.os, "pwrite", full)
+    writer = cache.begin(plan("a"))
+    with pytest.raises(DiskFailed, match="No space left"):
+        writer.write(chunks("a")[0])
+    writer.abandon()
     assert not list(tmp_path.glob("*.partial"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -298,7 +297,7 @@ def test_each_sample_is_taken_once_in_the_shares_that_are_asked_for(counts: list
         asked = shares[number % len(shares)]
         if sum(asked) > pool.left or (number >= len(shares) and not any(map(any, shares))):
             break
-        again = copy.deepcopy(pool).take(asked)
+        again = pool.copy().take(asked)
         found = pool.take(asked)
         assert again == found, "a copy stands where it does"
         assert [len(places(own)) for own in found] == asked

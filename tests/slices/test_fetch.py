@@ -108,8 +108,8 @@ def test_a_source_that_is_gone_for_five_seconds_loses_nothing(source, time):
 
     source.fault = away
     assert fetch(source, time) == source.contents["s0"]
-    assert 5.0 <= time.now < 10.0
-    assert time.sleeps[:4] == [0.1, 0.2, 0.4, 0.8]
+    assert 5.0 <= time.now < 12.0
+    assert all(0.5 <= pause / usual < 1.5 for pause, usual in zip(time.sleeps, [0.1, 0.2, 0.4, 0.8], strict=False))
 
 
 def test_one_that_stays_away_is_an_error_with_url_and_time(source, time):
@@ -149,8 +149,8 @@ def test_hours_of_asking(source, time):
     source.fault = away
     with pytest.raises(SourceUnavailableError, match=r"10800\.0 s"):
         fetch(source, time, timeout=3 * 3600.0)
-    assert max(time.sleeps) == 5.0
-    assert len(source.asked) == len(time.sleeps) + 1 > 2000
+    assert 5.0 < max(time.sleeps) < 7.5
+    assert len(source.asked) == len(time.sleeps) + 1 > 1800
 
 
 def test_whoever_stops_a_pause_ends_the_fetch(source, time, monkeypatch):

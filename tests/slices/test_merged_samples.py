@@ -338,7 +338,6 @@ class MergedMachine(RuleBasedStateMachine):
             return
         assert not self.merged or max(self.merged.values()) == 1
         for one in self.tracker._epochs:
-            assert one.available == sum(state == SliceState.AVAILABLE for state in one.states)
             assert all(one.todo(index) for index, state in enumerate(one.states) if state == SliceState.AVAILABLE)
             assert one.trained == sum(count for sample, count in self.merged.items() if sample[0] == one.epoch)
         for epoch in range(self.tracker.epoch):

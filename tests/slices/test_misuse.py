@@ -170,7 +170,11 @@ def test_storage_options_go_to_those_that_take_them(text: str, tmp_path: Path) -
         ("transform", 3, r"transform\(sample\)"),
         ("collate", "stack", r"collate\(samples\)"),
         ("cache", {"bytes": "10GB"}, r"a whole number of bytes"),
+        ("cache", {"bytes": 0}, r"a whole number of bytes"),
+        ("cache", 3, r"the path of a folder"),
         ("timeout", "1m", "seconds"),
+        ("timeout", 0, "seconds"),
+        ("timeout", float("inf"), "seconds"),
     ],
 )
 def test_each_option_says_what_is_allowed(option: str, value: Any, reason: str) -> None:

@@ -41,6 +41,6 @@ def test_slices_are_made_verified_and_read(tmp_path, storage_options):
     for url in ("s3://data/slices", "s3://data/slices/*.txt"):
         source = open_source(url, storage_options=storage_options)
         assert verify_slices(source, lambda done, total: None) == []
-        with Store(source, StoreOptions(cache=tmp_path / "cache")) as store:
+        with Store(source, StoreOptions(str(tmp_path / "cache"))) as store:
             store.prefetch(source.slices)
             assert [sample for slice_ in source.slices for sample in store.samples(slice_)] == TEXT

@@ -32,7 +32,7 @@ def folder(tmp_path) -> Path:
 
 def read_all(url, tmp_path, **storage_options):
     source = open_source(url, storage_options=storage_options)
-    with Store(source, StoreOptions(cache=tmp_path / "cache")) as store:
+    with Store(source, StoreOptions(str(tmp_path / "cache"))) as store:
         store.prefetch(source.slices)
         return [sample for slice_ in source.slices for sample in store.samples(slice_)]
 

@@ -194,8 +194,7 @@ class TrackerMachine(RuleBasedStateMachine):
             left = sum(samples_of(slices.todo(index)) for index in range(len(self.counts)) if slices.states[index] < 2)
             assert slices.trained + slices.dropped + left == sum(self.counts)
             assert slices.trained <= len(trained)  # nothing counts that was not trained on
-            assert slices.available == sum(state == 0 for state in slices.states)
-            assert slices.unfinished == slices.available + len(slices.holders)
+            assert slices.unfinished == sum(state == 0 for state in slices.states) + len(slices.holders)
             if slices.epoch not in self.deaths:
                 assert not trained or max(trained.values()) == 1
         assert max((sample[0] for sample in self.trained), default=0) <= self.tracker.epoch + 1

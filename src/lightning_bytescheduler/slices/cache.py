@@ -10,13 +10,14 @@ leftover. Lock order: the folder's, then a file's; a file's lock is never waited
 
 from __future__ import annotations
 
-import errno
-import mmap
 import os
-import threading
+import shutil
+import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
+from typing import IO
 
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
@@ -77,28 +78,27 @@ class SliceCache:
         """Whether a slice is in the cache."""
         return self.path_of(slice_).exists()
 
-    def find(self, slice_: Slice) -> CachedSlice | None:
-        """Open a slice, which keeps it in the cache; ``None`` if it is absent."""
+    def find(self, slice_: Slice) -> SliceFile | None:
+        """Open a slice, which a shared lock keeps in the cache until it is closed; ``None`` if it is absent."""
         try:
-            descriptor = os.open(self.path_of(slice_), os.O_RDWR | os.O_CLOEXEC)
+            file = SliceFile(self.path_of(slice_), "r+", slice_)
         except FileNotFoundError:
             return None
         # A process locks a file before it deletes it. So either the file stays, or its deletion is seen here.
-        if not lock_file(descriptor, exclusive=False) or os.fstat(descriptor).st_nlink == 0:
-            os.close(descriptor)
+        if not lock_file(file, exclusive=False) or os.fstat(file.fileno()).st_nlink == 0:
+            file.close()
             return None
-        os.utime(descriptor)  # notes the time of last use
-        cached = CachedSlice(descriptor, slice_)
-        if os.fstat(descriptor).st_size == slice_.size:
-            return cached
-        self.discard(cached)
-        cached.close()
+        os.utime(file.fileno())  # notes the time of last use
+        if os.fstat(file.fileno()).st_size == slice_.size:
+            return file
+        file.close()
+        self.discard(slice_)
         return None
 
-    def follow(self, slice_: Slice) -> GrowingSlice | None:
+    def follow(self, slice_: Slice) -> SliceFile | None:
         """Open a slice that is being written; ``None`` if there is none."""
         try:
-            return GrowingSlice(os.open(self.partial_of(slice_), os.O_RDONLY | os.O_CLOEXEC), slice_)
+            return SliceFile(self.partial_of(slice_), "r", slice_)
         except FileNotFoundError:
             return None
 
@@ -107,42 +107,31 @@ class SliceCache:
 
         Raises:
             CacheFull: If there is no room without deleting slices in use.
-            DiskFailed: If the folder cannot be used.
+            DiskFailed: If the folder cannot be used, or its disk is full of other files.
         """
-        try:
-            return self._begin(slice_)
-        except OSError as error:
-            raise DiskFailed(f"The cache cannot be used: {error}") from error
-
-    def _begin(self, slice_: Slice) -> SliceWriter | None:
-        partial = self.partial_of(slice_)
-        with self.locked():
+        partial, needed = self.partial_of(slice_), slice_.size
+        with _on_disk(), self.locked():
             if self.has(slice_) or (partial.exists() and not _delete_unused(partial)):
                 return None
-            needed = slice_.size
             used = sum(size for _, size, _ in self._files(_COMPLETE))
-            # Slices being written count with their final size.
-            used += sum(int(path.stem.rpartition("-")[2]) for path, _, _ in self._files(_PARTIAL))
-            excess = used + needed - self.capacity_bytes
+            # Slices being written count with their final size, here and on the disk, which others fill too.
+            growing = [(int(path.stem.rpartition("-")[2]), size) for path, size, _ in self._files(_PARTIAL)]
+            room = self.capacity_bytes - used - sum(final for final, _ in growing)
+            free = shutil.disk_usage(self.folder).free - sum(final - size for final, size in growing)
+            excess = needed - min(room, free)
             if excess > 0 and self._evict(excess) < excess:
-                raise CacheFull(f"The cache in {self.folder} has no room for {needed} bytes beside what is in use.")
-            descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            lock_file(descriptor, exclusive=True)
-        return SliceWriter(self, descriptor, slice_)
+                why = f"{self.folder} has no room for {needed} bytes beside what is in use"
+                raise DiskFailed(f"The disk of {why}.") if free < room else CacheFull(f"The cache in {why}.")
+            file = SliceFile(partial, "x+", slice_)
+            lock_file(file, exclusive=True)
+        return SliceWriter(self, file)
 
-    def discard(self, damaged: CachedSlice) -> None:
-        """Delete a slice that turned out to be damaged."""
-        path = self.path_of(damaged.slice)
-        with self.locked(), suppress(FileNotFoundError):
-            if path.stat().st_ino == damaged.inode:  # otherwise another process has fetched it again
-                path.unlink()
-
-    def make_room(self, size: int) -> bool:
-        """Delete unused slices, as the disk is full before the cache's limit; returns whether any was deleted."""
+    def discard(self, slice_: Slice) -> None:
+        """Delete a slice that turned out to be damaged; those who read it keep the file."""
         with self.locked():
-            return self._evict(size, partly=True) > 0
+            self.path_of(slice_).unlink(missing_ok=True)
 
-    def _evict(self, excess: int, *, partly: bool = False) -> int:
+    def _evict(self, excess: int) -> int:
         """Delete slices of ``excess`` bytes in all, longest unused first; none if slices in use prevent that."""
         unused, freed = [], 0
         with ExitStack() as held:
@@ -150,9 +139,7 @@ class SliceCache:
                 if freed < excess and held.enter_context(_unused(path)):
                     unused.append(path)
                     freed += size
-            if freed < excess and not partly:
-                return 0
-            for path in unused:
+            for path in unused if freed >= excess else ():
                 path.unlink()
         return freed
 
@@ -180,128 +167,114 @@ class SliceCache:
             yield
 
     def _require_locks(self) -> None:
-        path = self.folder / f".probe-{os.getpid()}-{threading.get_ident()}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            lock_file(descriptor, exclusive=True)
-        except OSError as error:
-            raise UnsupportedError(
-                f"The file system of {self.folder} has no file locks ({error}), which the cache of slices needs. "
-                "Choose a folder on a disk of this machine."
-            ) from error
-        finally:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
+        with tempfile.TemporaryFile(dir=self.folder) as probe:
+            try:
+                lock_file(probe, exclusive=True)
+            except OSError as error:
+                raise UnsupportedError(
+                    f"The file system of {self.folder} has no file locks ({error}), which the cache of slices needs. "
+                    "Choose a folder on a disk of this machine."
+                ) from error
 
 
-class GrowingSlice:
-    """A slice that a process is writing into the cache.
+class SliceFile(FileIO):
+    """A slice in a file, which may still grow. Its chunks are verified as they are read.
 
-    Args:
-        descriptor: Descriptor of the file; owned from now on.
+    They are read and not mapped: a process ends at once where a file that it has mapped becomes shorter.
     """
 
-    def __init__(self, descriptor: int, slice_: Slice) -> None:
-        self._descriptor = descriptor
+    def __init__(self, path: str | Path, mode: str, slice_: Slice) -> None:
+        super().__init__(path, mode)
         self.slice = slice_
 
     def chunk(self, number: int) -> bytearray | None:
-        """Return chunk ``number`` if it has been written, or ``None``."""
+        """Return chunk ``number``, or ``None`` if it is missing or damaged, or cannot be read."""
         start, stop = self.slice.bounds(number)
-        if os.fstat(self._descriptor).st_size < stop:
-            return None
         content = bytearray(stop - start)
-        length = os.preadv(self._descriptor, [content], start)
+        try:
+            self.seek(start)
+            length = self.readinto(content)
+        except OSError:
+            return None
         return content if length == len(content) and self.slice.is_right(number, content) else None
 
-    @property
-    def inode(self) -> int:
-        """Distinguishes the file from another one of the same name."""
-        return os.fstat(self._descriptor).st_ino
+    def chunks(self, first: int = 0) -> Generator[bytearray, None, int]:
+        """Yield chunks from number ``first`` on; ends before one that is missing or damaged.
 
-    def close(self) -> None:
-        """Close the file, so that the slice may be deleted; chunks in use stay valid."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
-class CachedSlice(GrowingSlice):
-    """A complete slice that stays in the cache while this is open, by a shared lock on its file."""
-
-    def chunks(self, first: int, *, together: bool = False) -> Generator[memoryview, None, int]:
-        """Yield verified chunks from number ``first`` on, in mapped memory; see ``Slice.right_chunks``."""
-        if not self.slice.size:
-            return 0
-        # A private mapping: a reader that writes to its chunks changes neither the file nor other readers' chunks.
-        content = memoryview(mmap.mmap(self._descriptor, self.slice.size, access=mmap.ACCESS_COPY))
-        return (yield from self.slice.right_chunks(content, first, together=together))
+        Returns:
+            The number of the chunk after the last one.
+        """
+        number = first
+        while number < self.slice.count and (chunk := self.chunk(number)) is not None:
+            number += 1
+            yield chunk
+        return number
 
 
-class SliceWriter(GrowingSlice):
+class SliceWriter:
     """A slice that is being written. Readers may follow it; it is part of the cache once committed.
 
     Args:
-        descriptor: Descriptor of the new file, with an exclusive lock while the writer lives; owned from now on.
+        file: The new file, with an exclusive lock while the writer lives; owned from now on.
     """
 
-    def __init__(self, cache: SliceCache, descriptor: int, slice_: Slice) -> None:
-        super().__init__(descriptor, slice_)
+    def __init__(self, cache: SliceCache, file: SliceFile) -> None:
         self._cache = cache
+        self._file = file
         self._written = 0
+        self._is_done = False
 
     def write(self, chunk: Bytes) -> None:
         """Write the next chunk.
 
         Raises:
-            DiskFailed: If the disk is full of slices in use, or broken.
+            DiskFailed: If the disk is full or broken.
         """
         view = memoryview(chunk)
-        while view:
-            try:
-                length = os.pwrite(self._descriptor, view, self._written)
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT) and self._cache.make_room(len(view)):
-                    continue
-                raise DiskFailed(f"The cache cannot be written: {error}") from error
-            self._written += length
-            view = view[length:]
+        with _on_disk():
+            while view:
+                length = os.pwrite(self._file.fileno(), view, self._written)
+                self._written += length
+                view = view[length:]
 
-    def commit(self) -> CachedSlice:
+    def commit(self) -> SliceFile:
         """Make the slice durable and visible. It stays open, and so stays in the cache.
 
         Raises:
             DiskFailed: If that fails.
         """
-        try:
-            os.fsync(self._descriptor)
+        with _on_disk():
+            os.fsync(self._file.fileno())
             with self._cache.locked():  # during the renaming the file is briefly unlocked
-                fcntl.flock(self._descriptor, fcntl.LOCK_SH)
-                self._cache.partial_of(self.slice).rename(self._cache.path_of(self.slice))
-            folder = os.open(self._cache.folder, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-        except OSError as error:
-            raise DiskFailed(f"The cache cannot be written: {error}") from error
-        descriptor, self._descriptor = self._descriptor, -1
-        return CachedSlice(descriptor, self.slice)
+                fcntl.flock(self._file, fcntl.LOCK_SH)
+                self._cache.partial_of(self._file.slice).rename(self._cache.path_of(self._file.slice))
+        self._is_done = True
+        return self._file
 
     def abandon(self) -> None:
         """Delete what was written; does nothing after a commit."""
-        if self._descriptor < 0:
+        if self._is_done:
             return
+        self._is_done = True
         # If that fails, the closed file is a leftover, which the next process deletes.
         with suppress(OSError), self._cache.locked():
-            self._cache.partial_of(self.slice).unlink(missing_ok=True)
-        self.close()
+            self._cache.partial_of(self._file.slice).unlink(missing_ok=True)
+        self._file.close()
 
 
-def lock_file(descriptor: int, *, exclusive: bool) -> bool:
+@contextmanager
+def _on_disk() -> Iterator[None]:
+    """Raise errors of the disk as DiskFailed."""
+    try:
+        yield
+    except OSError as error:
+        raise DiskFailed(f"The cache cannot be used: {error}") from error
+
+
+def lock_file(file: IO[bytes] | FileIO, *, exclusive: bool) -> bool:
     """Lock a file without waiting; returns whether it was locked."""
     try:
-        fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -310,11 +283,8 @@ def lock_file(descriptor: int, *, exclusive: bool) -> bool:
 @contextmanager
 def _unused(path: Path) -> Iterator[bool]:
     """Lock a file against use; yields whether it is unused."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        yield lock_file(descriptor, exclusive=True)
-    finally:
-        os.close(descriptor)
+    with FileIO(path, "r+") as file:
+        yield lock_file(file, exclusive=True)
 
 
 def _delete_unused(path: Path) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from lightning_bytescheduler.slices.fetch import LASTING, MISSING, fetch_chunks
 from lightning_bytescheduler.slices.make import SLICE_BYTES, make_slices
 from lightning_bytescheduler.slices.slice import Slice
 from lightning_bytescheduler.slices.source import SliceSource, open_source
+from lightning_bytescheduler.slices.urls import require_storage_options
 
 TOKEN_VARIABLE = "BYTESCHEDULER_SLICES_TOKEN"
 """Environment variable with the token of ``slices serve``; all users of the machine can see arguments."""
@@ -75,7 +75,7 @@ def _make(options: argparse.Namespace) -> int:
             slice_bytes=options.slice_size,
             overwrite=options.overwrite,
             storage_options=options.storage_options,
-            progress=partial(_tell, bar),
+            bar=bar,
         )
     samples, size = sum(slice_.samples for slice_ in made), sum(slice_.size for slice_ in made)
     print(f"{options.folder}: {len(made)} slices, {samples} samples, {size / 1e6:.1f} MB")
@@ -84,9 +84,10 @@ def _make(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     with named():
-        source = open_source(options.source, option="DST", storage_options=options.storage_options, needs_index=True)
-    with _bar(desc="verifying") as bar:
-        bad = verify_slices(source, partial(_tell, bar))
+        known = require_storage_options((options.source,), options.storage_options)
+        source = open_source(options.source, option="DST", storage_options=known, needs_index=True)
+    with _bar(desc="verifying", total=sum(slice_.size for slice_ in source.slices)) as bar:
+        bad = verify_slices(source, bar)
     for slice_, reason in bad:
         print(f"{slice_.key}: {reason}")
     print(f"{options.source}: {len(source.slices) - len(bad)} slices are right, {len(bad)} are not")
@@ -111,7 +112,7 @@ def _serve(options: argparse.Namespace) -> int:
     return 0
 
 
-def verify_slices(source: SliceSource, progress: Callable[[int, int], None]) -> list[tuple[Slice, str]]:
+def verify_slices(source: SliceSource, bar: tqdm[Any]) -> list[tuple[Slice, str]]:
     """Read every slice from its source, compare its checksums and count its samples.
 
     Returns:
@@ -121,8 +122,6 @@ def verify_slices(source: SliceSource, progress: Callable[[int, int], None]) -> 
         SourceUnavailableError: If the source is unavailable.
         ImportError: If a library is missing that a format needs.
     """
-    total = sum(slice_.size for slice_ in source.slices)
-    done = 0
     bad = []
     for slice_ in source.slices:
         try:
@@ -136,14 +135,8 @@ def verify_slices(source: SliceSource, progress: Callable[[int, int], None]) -> 
             bad.append((slice_, error.reason))
         except MISSING:
             bad.append((slice_, "its file is missing."))
-        done += slice_.size
-        progress(done, total)
+        bar.update(slice_.size)
     return bad
-
-
-def _tell(bar: Any, done: int, total: int) -> None:
-    bar.total = total
-    bar.update(done - bar.n)
 
 
 def _bytes(text: str) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
-from lightning_bytescheduler.checks import options_by_name, require_one_of, require_whole
+from lightning_bytescheduler.checks import options_by_name, require_one_of, require_positive, require_whole
 from lightning_bytescheduler.exceptions import BadSampleError, OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl
 from lightning_bytescheduler.registration import require_same_package
@@ -21,7 +21,7 @@ from lightning_bytescheduler.slices.loader import BatchReader, SliceLoader, coll
 from lightning_bytescheduler.slices.options import (
     StoreOptions,
     batch_sizes_of,
-    default_cache_dir,
+    require_cache,
     require_function,
     require_mixture,
     require_urls,
@@ -34,9 +34,11 @@ from lightning_bytescheduler.slices.training import (
     TrackerHost,
     require_same,
 )
-from lightning_bytescheduler.slices.urls import require_protocols, require_storage_options, takes
+from lightning_bytescheduler.slices.urls import require_protocols, require_storage_options
 
 _FEW_SKIPPED, _READ_FOR_A_SKIPPED = 10, 100  # skipped samples that are allowed; beyond them, one in so many read
+
+_MOST_HELD = 4 * 1024**3  # bytes of a slice whose samples are shuffled
 
 _SPLITS = {
     "fit": ("train", "val"),
@@ -80,8 +82,8 @@ class SliceDataModule(pl.LightningDataModule):
         eval_batch_size: The same for validation, test and prediction; ``None`` means ``batch_size``.
         num_workers: Processes of each rank that read. Each makes only the samples of its own batches, but a ``reader``
             makes all of a slice: leave decoding to ``transform``. They live from epoch to epoch, until ``teardown``.
-        shuffle: Shuffle the training slices anew in each epoch; ``"samples"`` also shuffles the samples of each, which
-            maps one whole slice into memory for each process that reads.
+        shuffle: Shuffle the training slices anew in each epoch; ``"samples"`` also shuffles the samples of each, for
+            which each process that reads holds one whole slice in memory, of at most 4 GiB.
         seed: Seed of these orders.
         transform: Applied to each sample, in the process that reads.
         collate: Makes a batch of a list of samples; ``None`` stacks arrays, and otherwise does as PyTorch.
@@ -149,18 +151,15 @@ class SliceDataModule(pl.LightningDataModule):
         require_function("reader", reader, "stream")
         processes = require_whole("num_workers", num_workers, 0)
         skips = require_one_of("on_bad_sample", on_bad_sample, ("raise", "skip")) == "skip"
-        given_cache = dict(cache) if isinstance(cache, Mapping) else {"dir": cache}
-        if given_cache.get("dir") is None:
-            given_cache["dir"] = default_cache_dir()
-        self._storing = StoreOptions(cache=given_cache, timeout=timeout)
+        require_positive("timeout", timeout, of="seconds")
+        self._storing = StoreOptions(*require_cache("cache", cache), timeout)
         require_seed("seed", seed)
-        self._seed, self._shuffles = seed, bool(shuffle)
-        self._shuffle_samples = shuffle == "samples"
+        self._seed, self._shuffle = seed, shuffle
         self._reads = partial(BatchReader, transform=transform, seed=seed, skip=skips)
         self._loads = partial(SliceLoader, collate=collate or collate_samples, num_workers=processes)
-        self._opens = partial(open_source, reader=reader, timeout=timeout)
         every = [url for urls in self._urls.values() for url in urls]
-        self._storage_options = require_storage_options(every, storage_options)
+        known = require_storage_options(every, storage_options)
+        self._opens = partial(open_source, reader=reader, storage_options=known, timeout=timeout)
         self._sources: dict[str, SliceSource] = {}
         self._stores: dict[str, SliceStore] = {}
         self._loaders: dict[str, SliceLoader] = {}
@@ -225,15 +224,10 @@ class SliceDataModule(pl.LightningDataModule):
         for split in splits:
             if split in self._urls:
                 if split not in self._sources:
-                    self._sources[split] = self._open(split)
+                    self._sources[split] = self._opens(self._urls[split], option=split)
                 self._stores[split] = SliceStore(self._sources[split], self._storing)
         if stage == "fit":
             self._set_up_training()
-
-    def _open(self, split: str) -> SliceSource:
-        urls, options = self._urls[split], self._storage_options  # each option is for some of the URLs
-        taken = {name: value for name, value in options.items() if any(takes(url, name) for url in urls)}
-        return self._opens(urls, option=split, storage_options=taken)
 
     def teardown(self, stage: str) -> None:
         """Stop fetching and release what is held; see LightningDataModule."""
@@ -267,15 +261,20 @@ class SliceDataModule(pl.LightningDataModule):
     def _set_up_training(self) -> None:
         before = self._training
         training = self._together() if self._host is None else self._tracked(self._host)
+        largest = max(self._sources["train"].slices, key=lambda slice_: slice_.size)
+        if self._shuffle == "samples" and largest.size > _MOST_HELD:
+            allowed = (
+                f"used with slices of at most {_MOST_HELD >> 30} GiB, each of which a process holds in memory, and "
+            )
+            raise OptionError("shuffle", "samples", f"{allowed}{largest.key!r} is larger. 'slices make' cuts files")
         if self.trainer is not None:
             shares = "" if training.mixture is None else f" in shares of {training.mixture.shares}"
             require_same(self.trainer, "train", f"{self._sources['train'].catalogue!r}{shares}")
-        if before is not None:  # a further fit continues where the last one stopped
-            training.load_state_dict(before.state_dict())
-        self._training = training
-        if self._pending is not None:
-            self._training.load_state_dict(self._pending)
-            self._pending = None
+        # A further fit continues where the last one stopped.
+        state = before.state_dict() if self._pending is None and before is not None else self._pending
+        self._training, self._pending = training, None
+        if state is not None:
+            training.load_state_dict(state)
         if self.trainer is not None:
             self._leave_trainer()
             own: int = self.trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
@@ -310,7 +309,7 @@ class SliceDataModule(pl.LightningDataModule):
             mixture=None if self._weights is None else self._mixed(self._weights),
             rank=rank,
             seed=self._seed,
-            shuffle=self._shuffles,
+            shuffle=bool(self._shuffle),
             is_shared=is_shared,
         )
 
@@ -341,7 +340,9 @@ class SliceDataModule(pl.LightningDataModule):
             batch_sizes = (batch_sizes_of("batch_size", self.batch_size, host.workers)[host.worker],)
             rank = 0  # of its own world, whatever its number among all workers
         store = self._stores["train"]
-        return TrackedTraining(host, store, batch_sizes=batch_sizes, seed=self._seed, shuffle=self._shuffles, rank=rank)
+        return TrackedTraining(
+            host, store, batch_sizes=batch_sizes, seed=self._seed, shuffle=bool(self._shuffle), rank=rank
+        )
 
     def _rank_and_ranks(self) -> tuple[int, int]:
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
@@ -400,7 +401,7 @@ class SliceDataModule(pl.LightningDataModule):
             loader.close()
         reader = self._reads(
             store,
-            shuffle_samples=self._shuffle_samples and is_training,
+            shuffle_samples=is_training and self._shuffle == "samples",
             fill=plan.fills,
             rank=self._rank_and_ranks()[0],
             source_of=None if plan.mixture is None else plan.mixture.source_of,

@@ -24,6 +24,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -131,6 +132,12 @@ class EpochPool:
         self.left = int(samples[self._order[self._dealt :]].sum()) + sum(self._counts)
         for slices in range(1, _HELD + 1):  # one slice per rank in turns, so that few slices are on all ranks
             self._deal(slices)
+
+    def copy(self) -> EpochPool:
+        """Return another one at this position."""
+        found = copy.copy(self)  # shares the arrays, which do not change
+        found._held, found._counts = [own.copy() for own in self._held], self._counts.copy()
+        return found
 
     @property
     def position(self) -> EpochPosition:
@@ -273,6 +280,12 @@ class MixedPool:
         self._taken = sum(totals) - sum(pool.left for pool in self._pools)
         self.left = mixture.samples(totals) - self._taken
 
+    def copy(self) -> MixedPool:
+        """Return another one at this position."""
+        found = copy.copy(self)
+        found._pools = [pool.copy() for pool in self._pools]
+        return found
+
     @property
     def position(self) -> tuple[EpochPosition, ...]:
         """The position of each source."""
@@ -280,8 +293,6 @@ class MixedPool:
 
     def slices_of(self, rank: int) -> list[int]:
         """Return indices of the slices that a rank will read next in the epoch, of each source in turn."""
-        if len(self._pools) == 1:
-            return self._pools[0].slices_of(rank, self.left)
         now, end = self._mixture.counts([self._taken, self._taken + self.left]).tolist()
         most = [last - first for first, last in zip(now, end, strict=True)]
         turns = itertools.zip_longest(*(pool.slices_of(rank, own) for pool, own in zip(self._pools, most, strict=True)))
@@ -357,7 +368,7 @@ class EpochLeft:
         Yields:
             The pool after each batch, the batch's sizes, and the runs of each rank in it.
         """
-        pool, drawn = copy.deepcopy(self.pool), deque(itertools.islice(self._drawn, self._unfinished))
+        pool, drawn = self.pool.copy(), deque(itertools.islice(self._drawn, self._unfinished))
         self._drawn = drawn
         for own in drawn:
             pool.take(own)
@@ -387,6 +398,7 @@ class EpochLeft:
         return self.pool.position if self.is_restored or self.taken > self._unfinished else None
 
 
+@dataclass(eq=False)
 class EpochPlan:
     """The batches of ranks that take the same number of steps and have the same position.
 
@@ -404,28 +416,20 @@ class EpochPlan:
     """
 
     fills = True
+    catalogue: SliceCatalogue
+    _: KW_ONLY
+    batch_sizes: Sequence[int]
+    mixture: Mixture | None = None
+    rank: int = 0
+    seed: InitVar[int] = 0
+    shuffle: InitVar[bool] = True
+    repeats: bool = True
+    is_shared: bool = False
 
-    def __init__(
-        self,
-        catalogue: SliceCatalogue,
-        *,
-        batch_sizes: Sequence[int],
-        mixture: Mixture | None = None,
-        rank: int = 0,
-        seed: int = 0,
-        shuffle: bool = True,
-        repeats: bool = True,
-        is_shared: bool = False,
-    ) -> None:
-        self.catalogue = catalogue
-        self.mixture = mixture
-        self._mixture = mixture or Mixture([1.0], np.zeros(len(catalogue), np.int64))
-        self._batch_sizes = tuple(batch_sizes)
-        self.batch_size = sum(self._batch_sizes)
-        self._rank = rank
-        self._order = catalogue.order(seed=seed, shuffle=shuffle)
-        self._repeats = repeats
-        self.is_shared = is_shared
+    def __post_init__(self, seed: int, shuffle: bool) -> None:
+        self.batch_size = sum(self.batch_sizes)
+        self._mixture = self.mixture or Mixture([1.0], np.zeros(len(self.catalogue), np.int64))
+        self._order = self.catalogue.order(seed=seed, shuffle=shuffle)
         self._shares_of: Callable[[int, int], Sequence[int]] | None = None
         self._unfinished: Callable[[], int] = lambda: 0
         self._sizes: dict[int, int] = {}  # this rank's batches by the training loop's number
@@ -473,7 +477,7 @@ class EpochPlan:
     @property
     def padded(self) -> int:
         """Samples that are trained on twice, so that each rank has one in every step; fewer than ranks."""
-        return 0 if self.is_shared else max(self.left.steps * len(self._batch_sizes) - self.left.samples, 0)
+        return 0 if self.is_shared else max(self.left.steps * len(self.batch_sizes) - self.left.samples, 0)
 
     @property
     def batches(self) -> int:
@@ -490,19 +494,19 @@ class EpochPlan:
         number = self._first + self.left.taken
         afterwards: Sequence[int] | None = None
         for pool, sizes, taken in self.left.draw(self._sizes_of):
-            self._sizes[number] = sizes[self._rank]
+            self._sizes[number] = sizes[self.rank]
             number += 1
-            runs = taken[self._rank]
+            runs = taken[self.rank]
             if not runs:  # a copy to compute on
                 others = [own[0] for own in taken if own]
-                run = others[self._rank % len(others)]
+                run = others[self.rank % len(others)]
                 runs = (run._replace(stop=run.start + 1),)
-            slices = dict.fromkeys(pool.slices_of(self._rank))
+            slices = dict.fromkeys(pool.slices_of(self.rank))
             for run in runs:
                 slices.pop(run.slice_index, None)
-            if len(slices) < SLICES_AHEAD and self._repeats:  # the end of the epoch is near
+            if len(slices) < SLICES_AHEAD and self.repeats:  # the end of the epoch is near
                 if afterwards is None:
-                    afterwards = self._pool_of(self.epoch + 1, self._quarantined, None).slices_of(self._rank)
+                    afterwards = self._pool_of(self.epoch + 1, self._quarantined, None).slices_of(self.rank)
                 slices.update(dict.fromkeys(afterwards))
             yield SliceBatch(self.epoch, runs, tuple(slices)[:SLICES_AHEAD])
 
@@ -621,11 +625,11 @@ class EpochPlan:
         samples: npt.NDArray[np.int64] = self.catalogue.samples.copy()
         samples[[index for key in left_out if (index := self.catalogue.find(key)) is not None]] = 0
         order = slice_order(len(samples), seed=self._order.seed, epoch=epoch, shuffle=self._order.shuffle)
-        return MixedPool(self._mixture, order, samples, len(self._batch_sizes), position)
+        return MixedPool(self._mixture, order, samples, len(self.batch_sizes), position)
 
     def _sizes_of(self, number: int, left: int) -> tuple[int, ...]:
         if self._shares_of is None:
-            return step_sizes(left, self._batch_sizes)
+            return step_sizes(left, self.batch_sizes)
         return tuple(self._shares_of(number, min(self.batch_size, left)))
 
 

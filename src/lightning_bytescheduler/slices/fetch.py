@@ -81,7 +81,7 @@ _PIECE_BYTES = 4 * 1024 * 1024  # of a file that is read as a whole
 _ATTEMPTS = 3  # to fetch a chunk that is short or wrong
 _FIRST_DELAY = 0.1
 _LONGEST_DELAY = 5.0
-_SAID_SECONDS = 2.0  # without an answer, before a warning
+_SAID_AT = 6  # attempts, after some seconds, before a warning
 
 LASTING: tuple[type[Exception], ...] = (ImportError, NotImplementedError, OptionError, TypeError)
 """Errors of a source that retries do not help."""
@@ -92,22 +92,16 @@ MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _Answer = TypeVar("_Answer")
 
 
-def _chance() -> float:  # can be pickled; Python's global generator is the user's, and seeded alike on all workers
-    return random.SystemRandom().random()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
-    """Time and chance, which tests replace.
+    """Time, which tests replace.
 
     Attributes:
         sleep: Waits for the given seconds; may raise to stop the waiting code.
-        chance: Returns a number from 0 up to, but not including, 1.
     """
 
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Any] = time.sleep
-    chance: Callable[[], float] = _chance
 
 
 def ask(
@@ -124,7 +118,7 @@ def ask(
         url: URL of the source, for messages.
         question: The request.
         timeout: Seconds without an answer before giving up.
-        waiting: Time and chance.
+        waiting: Time.
         lasting: Errors that are raised at once, as retries do not help.
 
     Raises:
@@ -134,7 +128,6 @@ def ask(
         from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception
 
     began = waiting.clock()
-    is_said = False
 
     def may_pass(error: BaseException) -> bool:
         refused = refusal_of(error, url)  # asked first, as an untrusted certificate is a ValueError too
@@ -144,12 +137,10 @@ def ask(
 
     def pause(state: RetryCallState) -> float:
         # The last attempt comes when the time is over, not earlier.
-        return max(min(_delay(state.attempt_number, waiting), began + timeout - waiting.clock()), 0.0)
+        return max(min(_delay(state.attempt_number), began + timeout - waiting.clock()), 0.0)
 
     def before_pause(state: RetryCallState) -> None:
-        nonlocal is_said
-        if waiting.clock() - began >= _SAID_SECONDS and not is_said and state.outcome is not None:
-            is_said = True
+        if state.attempt_number == _SAID_AT and state.outcome is not None:
             words = _words(state.outcome.exception())
             log.warning("%s does not answer: %s. It is asked again, for %.0f s in all.", url, words, timeout)
 
@@ -170,10 +161,11 @@ def _words(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _delay(failures: int, waiting: Waiting) -> float:
+def _delay(failures: int) -> float:
     """Return the next pause: about twice the last, randomised so that many waiters do not retry at once."""
     doubled: float = _FIRST_DELAY * 2 ** min(failures - 1, 30)
-    return min(doubled, _LONGEST_DELAY) * (0.5 + waiting.chance())
+    # Python's global generator is the user's, and seeded alike on all workers.
+    return min(doubled, _LONGEST_DELAY) * (0.5 + random.SystemRandom().random())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,7 +238,7 @@ def fetch_chunks(
         read: Reads the bytes of the slice's file from the first number up to, but not including, the second.
         first: Number of the first chunk.
         timeout: Seconds that the source may be unavailable.
-        waiting: Time and chance.
+        waiting: Time.
         lasting: Errors that are raised at once, as retries do not help.
         counters: Counts bytes and corrupt chunks.
 
@@ -259,20 +251,13 @@ def fetch_chunks(
     """
     waiting, counters = waiting or Waiting(), counters or SliceCounters()
     number, together = first, 1
-    wrong = pauses = 0  # in a row: answers without a correct chunk, and incomplete answers
+    wrong = 0  # answers in a row without a correct chunk
     while number < slice_.count:
         before = number
         start = slice_.bounds(number)[0]
         stop = slice_.bounds(min(number + together, slice_.count) - 1)[1]
-        content = memoryview(
-            ask(
-                slice_.url,
-                partial(read, start, stop),
-                timeout=timeout,
-                waiting=waiting,
-                lasting=lasting,
-            )
-        )
+        request = partial(read, start, stop)
+        content = memoryview(ask(slice_.url, request, timeout=timeout, waiting=waiting, lasting=lasting))
         counters.add(bytes_fetched=len(content))
         reason = ""
         if len(content) > stop - start:
@@ -288,16 +273,15 @@ def fetch_chunks(
             else:
                 reason = f"its bytes {begin} to {end - 1} have another checksum than they should."
         if not reason:
-            together, wrong, pauses = min(2 * together, max(_REQUEST_BYTES // slice_.chunk_bytes, 1)), 0, 0
+            together, wrong = min(2 * together, max(_REQUEST_BYTES // slice_.chunk_bytes, 1)), 0
             continue
         # Short, or a wrong chunk: ask again from the first missing chunk.
         wrong = 1 if number > before else wrong + 1
-        pauses += 1
         together = 1
         counters.add(corrupt_chunks=1)
         if wrong >= _ATTEMPTS:
             raise SliceCorruptError(slice_.key, slice_.url, f"{reason} It was fetched {wrong} times.")
-        waiting.sleep(_delay(pauses, waiting))
+        waiting.sleep(_delay(wrong))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,7 +291,7 @@ class Files:
     Attributes:
         options: For fsspec's file systems.
         timeout: Seconds that a source may be unavailable.
-        waiting: Time and chance.
+        waiting: Time.
     """
 
     options: Mapping[str, Any]

@@ -67,13 +67,11 @@ class SliceFormat:
     """How the bytes of a slice become samples.
 
     Attributes:
-        count_lines: Counts the samples in whole lines, for a format that may be cut at line ends; otherwise ``None``.
         is_gzip: Whether they are compressed.
     """
 
     suffix: str
     blocks: SliceBlocks
-    count_lines: Callable[[bytes], int] | None = None
     is_gzip: bool = False
 
     def blocks_of(self, stream: SliceStream) -> Iterator[SampleBlock[Any]]:
@@ -162,16 +160,6 @@ def _as_text(line: bytes) -> str:
 
 def _is_json(line: bytes) -> bool:
     return bool(line) and not line.isspace()
-
-
-def count_text_lines(content: bytes) -> int:
-    """Count the samples that ``text_blocks`` finds in whole lines."""
-    return content.count(b"\n") + (not content.endswith(b"\n") if content else 0)
-
-
-def count_json_lines(content: bytes) -> int:
-    """Count the samples that ``json_blocks`` finds in whole lines."""
-    return sum(map(_is_json, content.split(b"\n")))
 
 
 def _lines(stream: SliceStream) -> Iterator[list[bytes]]:
@@ -310,8 +298,8 @@ def _inflated(stream: SliceStream) -> Iterator[bytearray]:
 FORMATS = {
     form.suffix: form
     for form in (
-        SliceFormat(suffix=".txt", blocks=text_blocks, count_lines=count_text_lines),
-        SliceFormat(suffix=".jsonl", blocks=json_blocks, count_lines=count_json_lines),
+        SliceFormat(suffix=".txt", blocks=text_blocks),
+        SliceFormat(suffix=".jsonl", blocks=json_blocks),
         SliceFormat(suffix=".npy", blocks=npy_blocks),
         SliceFormat(suffix=".parquet", blocks=parquet_blocks),
     )

@@ -5,22 +5,20 @@ the order is the plan's with any number of workers, and no other process needs t
 that a process has to know, so the processes, which start slowly, live from one pass to the next.
 
 Sending a tensor to another process costs a file, its mapping and a connection, several times the cost of reading a
-small batch. So small tensors go through the queue with the rest of their batch.
+small batch. So a few rows of numbers go through the queue as an array, and become a tensor in the training process.
 """
 
 from __future__ import annotations
 
-import io
+import copy
 import itertools
 import os
-import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +34,8 @@ from lightning_bytescheduler.slices.formats import LeaveOut, SliceSamples
 from lightning_bytescheduler.slices.store import SliceStore
 from lightning_bytescheduler.slices.training import Plan
 
-_SMALL_BYTES = 1024 * 1024
 _AHEAD = 2  # batches that a DataLoader has each process read ahead
+_SMALL_BYTES = 1024 * 1024
 _TRIED = 100  # samples of each slice that are tried, to find one to repeat
 _WHOLE = "Give the Trainer the data module: trainer.fit(model, datamodule=data)."
 
@@ -58,44 +56,33 @@ class _Reading:
     stop: int = 0
 
 
+@dataclass(eq=False)
 class BatchReader:
     """Reads batches of a store. Can be pickled before its first batch.
 
     Neighbouring batches continue one another's slice. A reader that gets every second batch skips the others' samples,
     so several readers share the work on a slice.
 
-    Args:
-        shuffle_samples: Shuffle the samples of each slice. The whole slice is then mapped, or held in memory.
+    Attributes:
+        shuffle_samples: Shuffle the samples of each slice, which is held in memory.
         fill: Repeat another sample in place of each one of a corrupt slice, for ranks that step together.
         skip: Leave out samples that cannot be made, and repeat others of the batch in their place.
         rank: Rank of this process, for messages.
         source_of: Number of the source of each slice of a mixture: a slice of each stays open.
     """
 
-    def __init__(
-        self,
-        store: SliceStore,
-        *,
-        transform: Callable[[Any], Any] | None = None,
-        shuffle_samples: bool = False,
-        seed: int = 0,
-        fill: bool = True,
-        skip: bool = False,
-        rank: int = 0,
-        source_of: npt.NDArray[np.int64] | None = None,
-    ) -> None:
-        self.store = store
-        self._transform = transform
-        self._shuffle_samples = shuffle_samples
-        self._seed = seed
-        self._fill = fill
-        self._skip = skip
-        self._rank = rank
-        self._source_of = source_of
-        self._open: dict[int, _Reading] = {}  # by source
-        self._bad: set[int] = set()
-        self._ahead: tuple[int, ...] = ()
-        self._spare: Any = None
+    store: SliceStore
+    transform: Callable[[Any], Any] | None = None
+    shuffle_samples: bool = False
+    seed: int = 0
+    fill: bool = True
+    skip: bool = False
+    rank: int = 0
+    source_of: npt.NDArray[np.int64] | None = None
+    _open: dict[int, _Reading] = field(default_factory=dict, init=False)  # by source
+    _bad: set[int] = field(default_factory=set, init=False)
+    _ahead: tuple[int, ...] = field(default=(), init=False)
+    _spare: Any = field(default=None, init=False)
 
     def read(self, batch: SliceBatch) -> tuple[Sequence[Any], ReadReport]:
         """Read the samples of a batch: a list, or an array of rows.
@@ -112,13 +99,13 @@ class BatchReader:
         wanted = samples_in(batch.runs)
         for run in batch.runs:
             left = self._read_into(parts, batch.epoch, run, skipped, corrupt)
-            while self._fill and left.start < left.stop:
+            while self.fill and left.start < left.stop:
                 other = self._in_place_of(left)
                 unread = self._read_into(parts, batch.epoch, other, skipped, corrupt)
                 left = left._replace(start=left.start + unread.start - other.start)
         samples = _joined(parts)
         lost = wanted - len(samples)
-        if missing := lost if self._fill else len(skipped):
+        if missing := lost if self.fill else len(skipped):
             spare = list(samples) or [self._any_sample()]
             samples = [*samples, *itertools.islice(itertools.cycle(spare), missing)]
         if len(samples):
@@ -144,14 +131,16 @@ class BatchReader:
         """Add the samples of a run to parts; returns the rest of it, which cannot be read."""
         if run.slice_index in self._bad:
             return run
-        before = sum(map(len, parts)) + len(skipped)
+        read, before = 0, len(skipped)
         try:
-            parts.extend(self._read(epoch, run, skipped))
+            for part in self._read(epoch, run, skipped):
+                parts.append(part)
+                read += len(part)
         except SliceCorruptError as error:
             self._bad.add(run.slice_index)
             self._close(self._source(run.slice_index))
             corrupt.append((error.key, error.reason))
-            return run._replace(start=run.start + sum(map(len, parts)) + len(skipped) - before)
+            return run._replace(start=run.start + read + len(skipped) - before)
         return run._replace(start=run.stop)
 
     def _in_place_of(self, lost: SampleRun) -> SampleRun:
@@ -192,31 +181,32 @@ class BatchReader:
         if reading is None or reading.place != place or run.start < reading.stop:
             self._close(source)
             order = np.arange(slice_.samples)
-            if self._shuffle_samples:
-                order = sample_order(slice_.samples, seed=self._seed, epoch=epoch, slice_index=run.slice_index)
-            reading = _Reading(self.store.open(slice_, whole=self._shuffle_samples), place, order)
-            self._open[source] = reading
+            if self.shuffle_samples:
+                order = sample_order(slice_.samples, seed=self.seed, epoch=epoch, slice_index=run.slice_index)
+            reading = self._open[source] = _Reading(self.store.open(slice_, whole=self.shuffle_samples), place, order)
         reading.place = None  # set again below
+        left_out = set[int]()
 
         def leave_out(number: int, error: Exception) -> None:
             worker = get_worker_info()
-            place = f"rank {self._rank}" + ("" if worker is None else f", DataLoader worker {worker.id}")
+            place = f"rank {self.rank}" + ("" if worker is None else f", DataLoader worker {worker.id}")
             words = f"{type(error).__name__}: {error}"
             text = f"Sample {number} of slice {slice_.key!r} at {slice_.url} cannot be made ({place}): {words}"
-            if not self._skip:
+            if not self.skip:
                 raise BadSampleError(f"{text}. SliceDataModule(on_bad_sample='skip') leaves them out.") from error
             skipped[slice_.key, number] = text
+            left_out.add(number)
 
         numbers, samples = reading.order[run.start : run.stop], reading.samples
-        if self._shuffle_samples:
+        if self.shuffle_samples:
             parts = samples.pick(numbers, leave_out)
         else:
             parts = samples.take(run.start, run.stop, leave_out)
-        if self._transform is None:
+        if self.transform is None:
             yield from parts
         else:
-            # A sample that cannot be decoded is in ``skipped`` before the samples after it come.
-            each = (number for number in numbers.tolist() if (slice_.key, number) not in skipped)
+            # A sample that cannot be decoded is in ``left_out`` before the samples after it come.
+            each = (number for number in numbers.tolist() if number not in left_out)
             for part in parts:
                 yield list(self._transformed(part, each, leave_out))
         reading.place, reading.stop = place, run.stop
@@ -224,7 +214,7 @@ class BatchReader:
             self._close(source)
 
     def _transformed(self, part: Sequence[Any], numbers: Iterator[int], leave_out: LeaveOut) -> Iterator[Any]:
-        transform: Callable[[Any], Any] = self._transform  # type: ignore[assignment]  # there is one where it is called
+        transform: Callable[[Any], Any] = self.transform  # type: ignore[assignment]  # there is one where it is called
         for sample in part:
             number = next(numbers)
             try:
@@ -235,7 +225,7 @@ class BatchReader:
                 yield made
 
     def _source(self, index: int) -> int:
-        return 0 if self._source_of is None else int(self._source_of[index])
+        return 0 if self.source_of is None else int(self.source_of[index])
 
     def _close(self, source: int) -> None:
         reading = self._open.pop(source, None)
@@ -277,14 +267,13 @@ def collate_samples(samples: Sequence[Any]) -> Any:
     Raises:
         OptionError: If they do not fit together.
     """
-    if isinstance(samples, np.ndarray):
-        if samples.dtype.kind in "biufc":
-            return _tensor_of(samples)
-        samples = list(samples)
+    if _are_numbers(samples):
+        return _tensor_of(samples)
+    samples = list(samples)
     try:
         if isinstance(samples[0], np.ndarray):
-            return torch.from_numpy(np.stack(samples))  # a copy, as rows may be in a file that is mapped read-only
-        return torch_collate(list(samples))
+            return torch.from_numpy(np.stack(samples))  # a copy, as rows share the memory of a chunk
+        return torch_collate(samples)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         allowed = (
             "a function that makes a batch of these samples, which do not fit together by themselves (of the types "
@@ -294,8 +283,12 @@ def collate_samples(samples: Sequence[Any]) -> Any:
         raise OptionError("collate", None, allowed) from error
 
 
+def _are_numbers(samples: Sequence[Any]) -> TypeGuard[np.ndarray[Any, Any]]:
+    return isinstance(samples, np.ndarray) and samples.dtype.kind in "biufc"
+
+
 def _tensor_of(rows: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Return a writable tensor: rows may be in a mapped file."""
+    """Return a tensor with memory of its own: rows share that of a chunk."""
     rows = rows.astype(rows.dtype.newbyteorder("="), copy=False)
     return torch.from_numpy(rows.copy() if rows.base is not None else rows)
 
@@ -338,7 +331,6 @@ class SliceLoader:
         self._is_alone = is_alone
         self._asked = _Asked()
         self._loader: DataLoader[Any] | None = None
-        self._is_reading = False
 
     def __len__(self) -> int:
         length = self.plan.batches
@@ -372,15 +364,17 @@ class SliceLoader:
         # A generator, so that nothing starts before the first batch is requested: Lightning makes more iterators than
         # it uses.
         started = time.perf_counter()
-        if self._is_reading and not self._asked.is_done:
+        if not self._asked.is_done:  # of a pass that this one ends
             self.close()
         self._asked.plan, self._asked.number = self.plan, self._asked.number + 1
-        own, self._is_reading = self._asked.number, True
+        own = self._asked.number
         try:
             iterator = self._begun()
             while (read := next(iterator, None)) is not None:
                 self._asked.left -= 1
-                batch, report = pickle.loads(read[0]) if isinstance(read[0], _Packed) else read[0], ReadReport(*read[1])
+                batch, report = read[0], ReadReport(*read[1])
+                if isinstance(batch, _Rows):
+                    batch = _tensor_of(batch.rows)
                 self._on_report(report, time.perf_counter() - started)
                 if batch is not None:
                     yield batch
@@ -390,10 +384,8 @@ class SliceLoader:
                     raise UnsupportedError("Another pass over this loader of slices has begun, which ends this one.")
                 started = time.perf_counter()
         finally:
-            if self._asked.number == own:
-                self._is_reading = False
-                if not self._asked.is_done:
-                    self.close()
+            if self._asked.number == own and not self._asked.is_done:
+                self.close()
 
     def close(self) -> None:
         """End the processes, waiting about 5 s for each."""
@@ -407,9 +399,9 @@ class SliceLoader:
         if loader is None:
             self._process = os.getpid()
             # A thread of the DataLoader pins batches, and has to see their tensors.
-            packs = self._num_workers > 0 and not self._pin_memory
+            sends_rows = self._num_workers > 0 and not self._pin_memory and self._collate is collate_samples
             loader = self._loader = DataLoader(
-                _Batches(self.reader, self._collate, packs),
+                _Batches(self.reader, self._collate, sends_rows),
                 batch_size=None,
                 sampler=self._asked,
                 collate_fn=_as_it_is,
@@ -442,45 +434,34 @@ class _Asked:
         self._is_over = True
 
 
+class _Rows(NamedTuple):
+    """A batch that is sent as an array."""
+
+    rows: np.ndarray[Any, Any]
+
+
 class _Batches(Dataset[Any]):
-    def __init__(self, reader: BatchReader, collate: Callable[[list[Any]], Any], packs: bool) -> None:
+    def __init__(self, reader: BatchReader, collate: Callable[[list[Any]], Any], sends_rows: bool) -> None:
         self._reader = reader
         self._collate = collate
-        self._packs = packs
+        self._sends_rows = sends_rows
         self._number = 0
 
     def __getitem__(self, asked: tuple[int, SliceBatch]) -> tuple[Any, ReadReport]:
         number, wanted = asked
+        if not self._number and get_worker_info() is not None:
+            self._reader.store = copy.copy(self._reader.store)  # a fork has no part in its parent's threads and locks
         if number != self._number:
             self._reader.begin_pass()
             self._number = number
         samples, report = self._reader.read(wanted)
         if not len(samples):
             return None, report
+        if self._sends_rows and _are_numbers(samples) and samples.nbytes <= _SMALL_BYTES:
+            return _Rows(samples), report
         # A user's function gets a list, as documented; the default one is faster with an array.
-        batch = self._collate(samples if self._collate is collate_samples else list(samples))  # type: ignore[arg-type]
-        if not self._packs or batch is None:
-            return batch, report
-        file = io.BytesIO()
-        _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(batch)
-        return _Packed(file.getbuffer()), report
+        return self._collate(samples if self._collate is collate_samples else list(samples)), report  # type: ignore[arg-type]
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-class _Packed(bytes):
-    """A batch, pickled."""
-
-
-class _Pickler(ForkingPickler):
-    """Pickles small tensors by value, and others as PyTorch does, in a mapped file."""
-
-    def reducer_override(self, value: Any) -> Any:
-        try:
-            if type(value) is torch.Tensor and value.nbytes <= _SMALL_BYTES:
-                return torch.from_numpy, (value.numpy(),)
-        except (RuntimeError, TypeError):  # no NumPy type, sparse, or part of a graph
-            pass
-        return NotImplemented

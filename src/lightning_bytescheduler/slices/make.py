@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import numpy as np
+from tqdm import tqdm
 
 from lightning_bytescheduler.checks import require_bool, require_whole
 from lightning_bytescheduler.exceptions import (
@@ -28,6 +29,7 @@ from lightning_bytescheduler.slices.formats import (
     format_of,
     import_parquet,
     npy_blocks,
+    parquet_blocks,
 )
 from lightning_bytescheduler.slices.options import TIMEOUT, require_urls
 from lightning_bytescheduler.slices.slice import CHUNK_BYTES, Bytes, Slice, SliceStream, checksum_of
@@ -60,7 +62,7 @@ def make_slices(
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     timeout: float = TIMEOUT,
-    progress: Callable[[int, int], None] | None = None,
+    bar: tqdm[Any] | None = None,
 ) -> list[Slice]:
     """Cut files of lines, .npy and Parquet files into slices, with an index of counts and checksums.
 
@@ -74,7 +76,7 @@ def make_slices(
         overwrite: Replace the slices of a folder that has an index.
         storage_options: For fsspec's file systems.
         timeout: Seconds that a source may be unavailable.
-        progress: Called with the bytes read so far and in all.
+        bar: Shows the bytes that were read.
 
     Returns:
         The slices.
@@ -108,7 +110,8 @@ def make_slices(
         filesystem, path = file_system(index_url, known)
         filesystem.rm_file(path)
     sizes = {url: sources.ask(size_of, url) for url in files}
-    total, done = sum(sizes.values()), 0
+    bar = tqdm(disable=True) if bar is None else bar
+    bar.total = sum(sizes.values())
     slices: list[Slice] = []
     try:
         filesystem, path = file_system(folder, known)
@@ -118,12 +121,9 @@ def make_slices(
         raise OptionError("folder", folder, allowed) from error
 
     def pieces(url: str) -> Iterator[bytearray]:
-        nonlocal done
         for piece in sources.pieces_of(url, sizes[url]):
             yield piece
-            done += len(piece)
-            if progress is not None:
-                progress(done, total)
+            bar.update(len(piece))
 
     for url, form in forms.items():
         try:
@@ -142,14 +142,14 @@ def make_slices(
 def _cut(form: SliceFormat, pieces: Iterator[Bytes], slice_bytes: int) -> Iterator[tuple[bytes, int]]:
     """Yield the contents of slices, each with its number of samples."""
     stream = form.opened(SliceStream(pieces))
-    if form.count_lines is not None:
-        for content in cut_lines(stream.chunks(), slice_bytes):
-            if samples := form.count_lines(content):
-                yield content, samples
-    elif form.blocks is npy_blocks:
+    if form.blocks is npy_blocks:
         yield from _cut_rows(stream, slice_bytes)
-    else:
+    elif form.blocks is parquet_blocks:
         yield from cut_parquet(io.BytesIO(stream.read()), slice_bytes)
+    else:
+        for content in cut_lines(stream.chunks(), slice_bytes):
+            if samples := sum(map(len, form.blocks(SliceStream(iter((content,)))))):
+                yield content, samples
 
 
 def cut_lines(pieces: Iterable[Bytes], target_bytes: int) -> Iterator[bytes]:
@@ -237,24 +237,13 @@ def _require_other_folder(folder: str, files: Iterable[str]) -> None:
 
 
 def _write(url: str, content: bytes, options: Mapping[str, Any]) -> None:
-    """Write a file completely or not at all."""
-    path = local_path(url)
-    if path is None:
-        # Object stores show only complete files, and no index names an incomplete one.
-        filesystem, path = file_system(url, options)
-        with filesystem.open(path, "wb") as file:
-            file.write(content)
-        filesystem.invalidate_cache()
-        if (size := filesystem.info(path)["size"]) != len(content):
-            raise OSError(f"{url} has {size} bytes after {len(content)} were written there.")
-        return
-    folder, name = os.path.split(os.path.abspath(path))
-    part = os.path.join(folder, f".{name}.part")
-    with open(part, "wb") as file:
+    """Write a file. If that is interrupted, no index names it, or the index has another checksum."""
+    filesystem, path = file_system(url, options)
+    with filesystem.open(path, "wb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    filesystem.invalidate_cache()
+    if (size := filesystem.info(path)["size"]) != len(content):
+        raise OSError(f"{url} has {size} bytes after {len(content)} were written there.")
 
 
 class _Head(msgspec.Struct):

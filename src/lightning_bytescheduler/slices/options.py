@@ -6,15 +6,9 @@ import inspect
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
-from lightning_bytescheduler.checks import (
-    importing,
-    is_finite,
-    is_whole,
-    require_positive,
-)
+from lightning_bytescheduler.checks import importing, is_finite, is_whole
 from lightning_bytescheduler.exceptions import OptionError
 
 LEAST_SHARE = 10_000
@@ -24,35 +18,37 @@ TIMEOUT = 60.0
 """Default seconds that a source may be unavailable."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoreOptions:
-    """How slices are stored and fetched; validated when made.
+class StoreOptions(NamedTuple):
+    """How slices are stored and fetched.
 
     Attributes:
-        cache: Folder of the cache, on a disk of this machine, or ``{"dir": ..., "bytes": ...}`` with its limit;
-            ``None`` for no cache and no prefetching.
+        cache_dir: Folder of the cache, on a disk of this machine; ``None`` for no cache and no prefetching.
+        cache_bytes: Limit of the cache.
         timeout: Seconds that a source may be unavailable.
-
-    Raises:
-        OptionError: If an option is out of its range.
     """
 
-    cache: str | os.PathLike[str] | Mapping[str, Any] | None = None
+    cache_dir: str | None = None
+    cache_bytes: int = 10 * 1024**3
     timeout: float = TIMEOUT
-    cache_dir: str | None = field(init=False)
-    cache_bytes: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        given = self.cache if isinstance(self.cache, Mapping) else {"dir": self.cache}
-        folder, size = given.get("dir"), given.get("bytes", 10 * 1024**3)
-        folder = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
-        is_folder = folder is None or (isinstance(folder, str) and folder)
-        if given.keys() - {"dir", "bytes"} or not is_folder or not is_whole(size, 1):
-            allowed = "the path of a folder, or {'dir': FOLDER, 'bytes': a whole number of bytes, such as 10 * 1024**3}"
-            raise OptionError("cache", self.cache, allowed)
-        object.__setattr__(self, "cache_dir", folder)
-        object.__setattr__(self, "cache_bytes", size)
-        require_positive("timeout", self.timeout, of="seconds")
+
+def require_cache(option: str, value: object) -> tuple[str, int]:
+    """Return the folder of a cache, the user's if none is given, and its limit in bytes.
+
+    Raises:
+        OptionError: If it is neither a path nor such a folder with its limit.
+        ImportError: If the package that finds the user's folder is missing.
+    """
+    given: Mapping[Any, Any] = value if isinstance(value, Mapping) else {"dir": value}
+    folder, size = given.get("dir"), given.get("bytes", StoreOptions().cache_bytes)
+    if given.keys() - {"dir", "bytes"} or not (folder is None or _is_path(folder)) or not is_whole(size, 1):
+        allowed = "the path of a folder, or {'dir': FOLDER, 'bytes': a whole number of bytes, such as 10 * 1024**3}"
+        raise OptionError(option, value, allowed)
+    if folder is not None:
+        return os.fspath(folder), size
+    with importing("A cache of slices", extra="data"):
+        import platformdirs
+    return str(platformdirs.user_cache_path("lightning-bytescheduler", appauthor=False) / "slices"), size
 
 
 def require_function(option: str, value: object, *arguments: str) -> None:
@@ -77,6 +73,10 @@ def require_function(option: str, value: object, *arguments: str) -> None:
         raise OptionError(option, value, f"{allowed}; this one cannot be called so: {error}") from error
 
 
+def _is_path(value: object) -> TypeGuard[str | os.PathLike[str]]:
+    return isinstance(value, (str, os.PathLike)) and isinstance(path := os.fspath(value), str) and bool(path)
+
+
 def require_urls(option: str, urls: object) -> tuple[str, ...]:
     """Return URLs and paths as a tuple of texts.
 
@@ -84,8 +84,7 @@ def require_urls(option: str, urls: object) -> tuple[str, ...]:
         OptionError: If there are none, or one is repeated.
     """
     given = tuple(urls) if isinstance(urls, (list, tuple)) else (urls,)
-    places = [os.fspath(place) if isinstance(place, (str, os.PathLike)) else None for place in given]
-    found = tuple(place for place in places if isinstance(place, str) and place)
+    found = tuple(os.fspath(place) for place in given if _is_path(place))
     if not found or len(found) != len(given):
         raise OptionError(option, urls, "a path or a URL, or a list of some")
     twice = next((place for place in found if found.count(place) > 1), None)
@@ -124,14 +123,3 @@ def batch_sizes_of(option: str, size: object, ranks: int | None = None) -> tuple
     if ranks is not None and len(sizes) != ranks:
         raise OptionError(option, size, f"one number, or a list of {ranks}, one for each rank of this run")
     return sizes
-
-
-def default_cache_dir() -> str:
-    """Return the default folder for slices, in the user's folder for caches.
-
-    Raises:
-        ImportError: If the package that finds it is missing.
-    """
-    with importing("A cache of slices", extra="data"):
-        import platformdirs
-    return str(platformdirs.user_cache_path("lightning-bytescheduler", appauthor=False) / "slices")

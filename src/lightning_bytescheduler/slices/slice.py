@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import ModuleType
@@ -80,26 +80,6 @@ class Slice:
         at = number * DIGEST_BYTES
         return self.digests is None or digests_of(content, self.chunk_bytes) == self.digests[at : at + DIGEST_BYTES]
 
-    def right_chunks(
-        self, content: memoryview, first: int = 0, *, together: bool = False
-    ) -> Generator[memoryview, None, int]:
-        """Yield the chunks of a complete slice without a copy, or all in one piece; ends before a damaged one.
-
-        Returns:
-            The number of the chunk after the last one.
-        """
-        number = first
-        while number < self.count:
-            start, stop = self.bounds(number)
-            if not self.is_right(number, content[start:stop]):
-                break
-            number += 1
-            if not together:
-                yield content[start:stop]
-        if together and number > first:
-            yield content[self.bounds(first)[0] : self.bounds(number - 1)[1]]
-        return number
-
 
 Runs = list[tuple[int, int]]
 """Runs of samples of a slice: start and stop of each, in order, with other samples between one run and the next."""
@@ -118,18 +98,10 @@ def joined(runs: Iterable[tuple[int, int]]) -> Runs:
 
 def without(runs: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> Runs:
     """Return the samples of some runs that are not in others."""
-    kept: Runs = []
-    out, place = joined(others), 0
-    for start, stop in joined(runs):
-        while place < len(out) and out[place][1] <= start:
-            place += 1
-        following = place
-        while following < len(out) and out[following][0] < stop:
-            if start < out[following][0]:
-                kept.append((start, out[following][0]))
-            start, following = max(start, out[following][1]), following + 1
-        if start < stop:
-            kept.append((start, stop))
+    kept = joined(runs)
+    for begin, end in joined(others):
+        parts = (part for start, stop in kept for part in ((start, min(stop, begin)), (max(start, end), stop)))
+        kept = [(start, stop) for start, stop in parts if start < stop]
     return kept
 
 

@@ -22,31 +22,21 @@ from lightning_bytescheduler.slices.options import TIMEOUT, require_urls
 from lightning_bytescheduler.slices.slice import Bytes, Slice, SliceStream, digests_of
 
 
+@dataclass(eq=False)
 class SliceSource:
     """Slices, and how each is read. Can be pickled if the reader can, and sent to other processes.
 
-    Args:
-        slices: In the order of the data.
-        files: The format of each file, by URL.
-        storage_options: For fsspec's file systems.
-        places: For each slice, the number of the given URL that it comes from; ``None`` if there is only one URL.
-
     Attributes:
         slices: The slices in the order of the data; each key once.
-        places: As given.
+        files: The format of each file, by URL.
+        storage_options: For fsspec's file systems.
+        places: For each slice, the number of the given URL that it comes from; none if they are not known.
     """
 
-    def __init__(
-        self,
-        slices: Sequence[Slice],
-        files: Mapping[str, SliceFormat],
-        storage_options: Mapping[str, Any],
-        places: Sequence[int] | None = None,
-    ) -> None:
-        self.slices = tuple(slices)
-        self.places = [0] * len(self.slices) if places is None else list(places)
-        self._files = dict(files)
-        self._storage_options = dict(storage_options)
+    slices: Sequence[Slice]
+    files: Mapping[str, SliceFormat]
+    storage_options: Mapping[str, Any]
+    places: Sequence[int] = ()
 
     @cached_property
     def catalogue(self) -> SliceCatalogue:
@@ -59,7 +49,7 @@ class SliceSource:
         Raises:
             Exception: Errors of the file system.
         """
-        return urls.read_range(slice_.url, start, stop, self._storage_options)
+        return urls.read_range(slice_.url, start, stop, self.storage_options)
 
     def open(self, slice_: Slice, chunks: Callable[[], Iterator[Bytes]]) -> SliceSamples:
         """Return the samples of a slice.
@@ -68,7 +58,7 @@ class SliceSource:
             slice_: The slice.
             chunks: Begins to read its verified bytes.
         """
-        return SliceSamples(slice_, self._files[slice_.url], chunks)
+        return SliceSamples(slice_, self.files[slice_.url], chunks)
 
 
 def open_source(
@@ -87,13 +77,13 @@ def open_source(
         places: Files, folders, globs or indexes, any URL that fsspec opens; slices keep this order, files are sorted.
         option: Option with the URLs, for messages.
         reader: Makes samples of a file's bytes, for a format that is not known by its suffix.
-        storage_options: For fsspec's file systems.
+        storage_options: For fsspec's file systems; each is given to those of the URLs that take it.
         timeout: Seconds that a source may be unavailable.
-        waiting: Clock, sleep and random numbers of waits.
+        waiting: Clock and sleep of waits.
         needs_index: Refuse sources without an index, before they are read.
 
     Raises:
-        OptionError: If a URL matches no file, a suffix is not known, no source takes one of ``storage_options``, an
+        OptionError: If a URL matches no file, a suffix is not known, an
             index is needed and missing, or there is no sample.
         SliceIndexError: If an index is damaged, or a folder has slices but no index.
         SliceCorruptError: If a file without an index cannot be read as its format, or is shorter than its source says.
@@ -102,7 +92,7 @@ def open_source(
     """
     places = require_urls(option, places)
     urls.require_protocols(option, places)
-    known = urls.require_storage_options(places, storage_options)
+    known = storage_options or {}
     sources = Files(options=known, timeout=timeout, waiting=waiting or Waiting())
     opening = _Opening(option, reader, sources, needs_index)
     parts = []

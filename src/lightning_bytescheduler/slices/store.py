@@ -9,24 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import mmap
-import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, SourceUnavailableError
-from lightning_bytescheduler.slices.cache import (
-    CachedSlice,
-    CacheFull,
-    DiskFailed,
-    SliceCache,
-    SliceWriter,
-)
+from lightning_bytescheduler.slices.cache import CacheFull, DiskFailed, SliceCache, SliceFile, SliceWriter
 from lightning_bytescheduler.slices.fetch import SliceCounters, Waiting, fetch_chunks
 from lightning_bytescheduler.slices.formats import SliceSamples
 from lightning_bytescheduler.slices.options import StoreOptions
@@ -39,13 +31,14 @@ _POLL_SECONDS = 0.002
 _CLOSE_SECONDS = 5.0
 _RETRY_SECONDS = 0.05  # before another try at a slice that another process fetches, or that had no room
 _FAILED_SECONDS = 5.0
+_TRIES = 5  # of the cache, before a slice is read past it
 
 
 class SliceStore:
     """Reads slices, and keeps the next ones local.
 
-    Threads start with the first slice that is not on this machine, and end with ``close``. In a forked process, or one
-    that the store is sent to, it begins anew. Several threads may read slices at once.
+    Threads start with the first slice that is not on this machine, and end with ``close``. A copy, as in a process that
+    the store is sent to, begins anew; a forked process takes one. Several threads may read slices at once.
 
     Attributes:
         depth: Slices to keep ahead of the one being read, a quarter of the cache; 0 without one.
@@ -62,24 +55,34 @@ class SliceStore:
         self.source = source
         self.options = options or StoreOptions()
         self.waiting = waiting or Waiting()
-        self._begin()
-        if self.prefetcher is not None and self.options.cache_bytes < self._largest[0]:
-            needed, key = self._largest
+        self.counters = SliceCounters()
+        self.prefetcher: SlicePrefetcher | None = None
+        self.depth = 0
+        self._closed = self._warned = False
+        folder, capacity = self.options.cache_dir, self.options.cache_bytes
+        remote = [(slice_.size, slice_.key) for slice_ in source.slices if local_path(slice_.url) is None]
+        if folder is None or not remote:
+            return
+        needed, key = max(remote)
+        if capacity < needed:
             allowed = f"of at least {needed} bytes, as the largest slice, {key!r}, has. 'slices make' cuts files"
-            raise OptionError("cache", {"bytes": self.options.cache_bytes}, allowed)
+            raise OptionError("cache", {"bytes": capacity}, allowed)
+        # Several processes keep slices in the cache, and those being read need room.
+        self.depth = max(capacity // needed // 4, 1)
+        self.prefetcher = SlicePrefetcher(self, SliceCache(folder, capacity))
 
     def open(self, slice_: Slice, *, whole: bool = False) -> SliceSamples:
         """Open a slice to read it in parts: only requested samples are made. Close it after use.
 
         Args:
             slice_: A slice of the source.
-            whole: Keep the whole slice, as its samples are picked in any order.
+            whole: Keep the whole slice in memory, as its samples are picked in any order.
 
         Raises:
             ByteSchedulerError: If the store has been closed.
         """
-        self._begin_in_this_process()
-        return self.source.open(slice_, partial(self._chunks, slice_, whole))
+        self._require_open()
+        return self.source.open(slice_, partial(self._whole if whole else self._chunks, slice_))
 
     def fetch(self, slice_: Slice, *, first: int = 0, waiting: Waiting | None = None) -> Iterator[bytearray]:
         """Fetch chunks from number ``first`` on from the source; see ``fetch_chunks``."""
@@ -98,19 +101,14 @@ class SliceStore:
         Raises:
             ByteSchedulerError: If the store has been closed.
         """
-        self._begin_in_this_process()
+        self._require_open()
         if self.prefetcher is not None:
             self.prefetcher.plan([slice_ for slice_ in slices if local_path(slice_.url) is None])
-
-    @property
-    def is_local(self) -> bool:
-        """Whether all slices are files on this machine, which need neither a cache nor a network."""
-        return all(local_path(slice_.url) is not None for slice_ in self.source.slices)
 
     def close(self) -> None:
         """Stop the threads, waiting up to 5 s for them; fetched slices stay in the cache."""
         self._closed = True
-        if self._pid == os.getpid() and self.prefetcher is not None:
+        if self.prefetcher is not None:
             self.prefetcher.close(_CLOSE_SECONDS)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,47 +117,31 @@ class SliceStore:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["source"], state["options"], waiting=state["waiting"])  # type: ignore[misc]
 
-    def _begin(self) -> None:
-        self._pid = os.getpid()
-        self._closed = self._warned = False
-        self.counters = SliceCounters()
-        self.prefetcher: SlicePrefetcher | None = None
-        self.depth = 0
-        options = self.options
-        if options.cache_dir is None or self.is_local:
-            return
-        # Several processes keep slices in the cache, and those being read need room.
-        self.depth = max(options.cache_bytes // self._largest[0] // 4, 1)
-        self.prefetcher = SlicePrefetcher(self, SliceCache(options.cache_dir, options.cache_bytes))
-
-    def _begin_in_this_process(self) -> None:
-        self._require_open()
-        if self._pid != os.getpid():
-            if self.prefetcher is not None:
-                self.prefetcher.forget()
-            self._begin()
-
     def _require_open(self) -> None:
         if self._closed:
             raise ByteSchedulerError("Slices cannot be read, as the store has been closed.")
 
-    @cached_property
-    def _largest(self) -> tuple[int, str]:
-        """The bytes of the largest slice that is not on this machine, and its key."""
-        return max((slice_.size, slice_.key) for slice_ in self.source.slices if local_path(slice_.url) is None)
-
     # ------------------------------------------------------------------ chunks
 
-    def _chunks(self, slice_: Slice, together: bool) -> Generator[Bytes, None, None]:
-        """Yield the verified chunks of a slice; with ``together``, chunks that are here already come in one piece.
+    def _whole(self, slice_: Slice) -> Iterator[Bytes]:
+        """Yield a slice in one piece."""
+        content, end = bytearray(slice_.size), 0
+        for chunk in self._chunks(slice_):
+            content[end : end + len(chunk)] = chunk
+            end += len(chunk)
+        yield content
+
+    def _chunks(self, slice_: Slice) -> Generator[Bytes, None, None]:
+        """Yield the verified chunks of a slice.
 
         Each function that yields some of them returns the number of the next chunk.
         """
         path, number = local_path(slice_.url), 0
         if path is not None:
-            number = yield from _local(path, slice_, together)
+            with contextlib.suppress(OSError), SliceFile(path, "r", slice_) as file:
+                number = yield from file.chunks()
         elif self.prefetcher is not None:
-            number = yield from self._through_cache(self.prefetcher, slice_, together)
+            number = yield from self._through_cache(self.prefetcher, slice_)
         yield from self._from_source(slice_, number)  # missing and damaged chunks, too; errors are raised here
 
     def _from_source(self, slice_: Slice, number: int) -> Generator[Bytes, None, int]:
@@ -172,22 +154,24 @@ class SliceStore:
                 return slice_.count
             yield chunk
 
-    def _through_cache(self, prefetcher: SlicePrefetcher, slice_: Slice, together: bool) -> Generator[Bytes, None, int]:
-        number, cached = 0, prefetcher.cache.find(slice_)
-        self.counters.add(**{"cache_misses" if cached is None else "cache_hits": 1})
-        prefetcher.taken(slice_)
-        while True:
+    def _through_cache(self, prefetcher: SlicePrefetcher, slice_: Slice) -> Generator[Bytes, None, int]:
+        number = 0
+        for attempt in range(_TRIES):  # more than two where the cache damages what it is given
+            cached = prefetcher.cache.find(slice_)
+            if not attempt:
+                self.counters.add(**{"cache_misses" if cached is None else "cache_hits": 1})
+                prefetcher.taken(slice_)
             if cached is None:
                 number = yield from self._followed(prefetcher, slice_, number)
             else:
-                with contextlib.closing(cached):
-                    number = yield from cached.chunks(number, together=together)
+                with cached:
+                    number = yield from cached.chunks(number)
                     if number < slice_.count:
                         self.counters.add(corrupt_chunks=1)
-                        prefetcher.cache.discard(cached)
+                        prefetcher.cache.discard(slice_)
             if number >= slice_.count:
-                return number
-            cached = prefetcher.cache.find(slice_)
+                break
+        return number
 
     def _followed(self, prefetcher: SlicePrefetcher, slice_: Slice, number: int) -> Generator[Bytes, None, int]:
         """Yield the chunks that a thread of this process, or another process, writes into the cache."""
@@ -234,33 +218,6 @@ class SliceStore:
             )
 
 
-def _local(path: str, slice_: Slice, together: bool) -> Generator[Bytes, None, int]:
-    """Yield the chunks of a file on this machine; ends before a missing or damaged one.
-
-    They are read and not mapped, as a process ends at once where a file that it has mapped becomes shorter. Only a
-    slice that is needed as a whole is mapped: a large one may not fit into memory.
-    """
-    number = 0
-    try:
-        with open(path, "rb") as file:
-            if together:
-                if not slice_.size or os.fstat(file.fileno()).st_size < slice_.size:
-                    return 0
-                # Private: a reader may write to its chunks without effect on the file or other readers.
-                mapped = mmap.mmap(file.fileno(), slice_.size, access=mmap.ACCESS_COPY)
-                return (yield from slice_.right_chunks(memoryview(mapped), together=True))
-            while number < slice_.count:
-                start, stop = slice_.bounds(number)
-                chunk = bytearray(stop - start)
-                if file.readinto(chunk) < len(chunk) or not slice_.is_right(number, chunk):
-                    break
-                number += 1
-                yield chunk
-    except OSError:
-        pass  # the source is asked for the rest
-    return number
-
-
 class Fetch:
     """A fetch of a slice into the cache, in a thread of its own.
 
@@ -296,7 +253,7 @@ class SlicePrefetcher:
         self._stopped = threading.Event()
         self._fetches: dict[str, Fetch] = {}
         self._plan: dict[str, Slice] = {}
-        self._kept: dict[str, CachedSlice] = {}
+        self._kept: dict[str, SliceFile] = {}
 
     def want(self, slice_: Slice) -> Fetch:
         """Fetch a slice now; returns the fetch in progress if there is one that has not failed."""
@@ -338,11 +295,6 @@ class SlicePrefetcher:
         for fetch in fetches:
             fetch.thread.join(max(end - time.monotonic(), 0.0))
 
-    def forget(self) -> None:
-        """Release the parent's slices in a forked process; the parent keeps them."""
-        for cached in list(self._kept.values()):  # the threads are the parent's, and the lock may be held forever
-            cached.close()
-
     def _start(self, slice_: Slice) -> Fetch:
         fetch = Fetch(slice_, self._run)
         fetch.thread.start()  # first, so that no reader waits for a fetch without a thread
@@ -379,7 +331,7 @@ class SlicePrefetcher:
                 cached.close()
             fetch.over.set()
 
-    def _fetched(self, fetch: Fetch) -> CachedSlice | None:
+    def _fetched(self, fetch: Fetch) -> SliceFile | None:
         """Return the slice when it is in the cache; ``None`` if the fetch has to wait and is not planned any more."""
         while (cached := self.cache.find(fetch.slice)) is None:
             self._require_running()
@@ -400,7 +352,7 @@ class SlicePrefetcher:
             self._stopped.wait(_RETRY_SECONDS)
         return cached
 
-    def _written(self, fetch: Fetch, writer: SliceWriter) -> CachedSlice:
+    def _written(self, fetch: Fetch, writer: SliceWriter) -> SliceFile:
         try:
             for chunk in self._store.fetch(fetch.slice, waiting=self._waiting):
                 self._require_running()  # not after the last chunk: its reader may have ended the training

@@ -394,7 +394,7 @@ class SliceTracker:
                 grant.told = False  # its worker does not know it now
         newest = self._epochs[-1]
         first = next((one.epoch for one in self._epochs if one.is_untrained), message.epoch)
-        is_next = message.epoch == newest.epoch + 1 and not newest.available
+        is_next = message.epoch == newest.epoch + 1 and not newest.is_available
         if is_next and message.epoch - first < _MOST_EPOCHS:
             newest = self._begun(message.epoch, self._quarantined)
             self._epochs.append(newest)
@@ -545,13 +545,11 @@ class SliceTracker:
         running = self._epochs[0]
         return TrackerReport(
             epoch=running.epoch,
-            over=self.over,
             samples=self.catalogue.total_samples,
             trained=running.trained,
             dropped=running.dropped,
             unfinished=running.unfinished,
             quarantined={self.catalogue[index].key: reason for index, reason in self._quarantined.items()},
-            workers=len(self._workers),
             ahead=sum(one.trained for one in self._epochs[1:]),
         )
 
@@ -714,24 +712,20 @@ class TrackerReport:
 
     Attributes:
         epoch: Number of the epoch.
-        over: Whether nothing is left of it.
         samples: Samples of all slices.
         trained: Samples known to be trained on, each counted once.
         dropped: Samples that the epoch will not train on, of quarantined slices.
         unfinished: Slices that are neither used nor quarantined.
         quarantined: Reason by key, of all slices that are left out.
-        workers: Number of known workers.
         ahead: Samples of the next epoch that are already trained on.
     """
 
     epoch: int
-    over: bool
     samples: int
     trained: int
     dropped: int
     unfinished: int
     quarantined: dict[str, str]
-    workers: int
     ahead: int
 
 
@@ -799,7 +793,6 @@ class EpochSlices:
 
     Attributes:
         holders: Grants by slice.
-        trained: Samples that count in this epoch, each once.
     """
 
     def __init__(
@@ -816,7 +809,6 @@ class EpochSlices:
         self._booked: dict[int, Runs] = {}
         self.cursor = 0  # place in the order before which nothing is available
         self.holders: dict[int, Grant] = {}
-        self._count()
 
     def saved(self) -> SavedEpoch:
         """Return the epoch's saved form, in which nothing is booked."""
@@ -827,20 +819,32 @@ class EpochSlices:
         """Restore this epoch, which is new."""
         self.states[saved.used.cpu().numpy()] = SliceState.USED
         self._done = saved.done
-        self._count()
 
-    def _count(self) -> None:
-        in_part = {index: samples_of(runs) for index, runs in self._done.items()}
-        out = self.states == SliceState.QUARANTINED
-        self.trained = int(self.samples[self.states == SliceState.USED].sum()) + sum(in_part.values())
-        self.dropped = int(self.samples[out].sum()) - sum(done for index, done in in_part.items() if out[index])
-        self.unfinished = int(np.count_nonzero(self.states < SliceState.USED))
-        self.available = int(np.count_nonzero(self.states == SliceState.AVAILABLE))
+    @property
+    def trained(self) -> int:
+        """Samples that count in this epoch, each once."""
+        return int(self.samples[self.states == SliceState.USED].sum()) + sum(map(samples_of, self._done.values()))
+
+    @property
+    def dropped(self) -> int:
+        """Samples of quarantined slices that the epoch will not train on."""
+        out = np.flatnonzero(self.states == SliceState.QUARANTINED)
+        return int(self.samples[out].sum()) - sum(samples_of(self._done.get(index, ())) for index in out.tolist())
+
+    @property
+    def unfinished(self) -> int:
+        """Slices that are neither used nor quarantined."""
+        return int(np.count_nonzero(self.states < SliceState.USED))
+
+    @property
+    def is_available(self) -> bool:
+        """Whether a slice is available."""
+        return bool((self.states == SliceState.AVAILABLE).any())
 
     @property
     def is_untrained(self) -> bool:
         """Whether something is left to train on."""
-        return self.available > 0 or any(grant.left for grant in self.holders.values())
+        return self.is_available or any(grant.left for grant in self.holders.values())
 
     def covered(self, index: int) -> Runs:
         """Return the samples of a slice that are done or booked."""
@@ -857,7 +861,6 @@ class EpochSlices:
         if self.states[index] != SliceState.AVAILABLE:
             return False
         self.states[index] = SliceState.ASSIGNED
-        self.available -= 1
         return True
 
     def take_next(self) -> int | None:
@@ -873,7 +876,6 @@ class EpochSlices:
         """Make an unheld slice available, if samples of it are left to train on."""
         if self.states[index] == SliceState.ASSIGNED and self.todo(index):
             self.states[index] = SliceState.AVAILABLE
-            self.available += 1
             self.cursor = min(self.cursor, int(self.ranks[index]))
 
     def book(self, index: int, runs: Runs) -> None:
@@ -894,25 +896,17 @@ class EpochSlices:
 
     def finish(self, index: int, runs: Runs) -> None:
         """Mark samples as done. Those done before count once; a slice that is done whole becomes used."""
-        before = self._done.pop(index, [])
-        done = joined([*before, *runs])
-        self.trained += samples_of(done) - samples_of(before)
+        done = joined([*self._done.pop(index, ()), *runs])
         if done == [(0, self.samples[index])]:
-            self._end(index, SliceState.USED)
+            self.states[index] = SliceState.USED
         else:
             self._done[index] = done
 
     def leave_out(self, index: int) -> None:
         """Leave out a quarantined slice; does nothing if it is used or left out already."""
         if self.states[index] < SliceState.USED:
-            self.available -= int(self.states[index] == SliceState.AVAILABLE)
             self._booked.pop(index, None)
-            self.dropped += int(self.samples[index]) - samples_of(self._done.get(index, ()))
-            self._end(index, SliceState.QUARANTINED)
-
-    def _end(self, index: int, state: SliceState) -> None:
-        self.states[index] = state
-        self.unfinished -= 1
+            self.states[index] = SliceState.QUARANTINED
 
 
 class SavedEpoch(msgspec.Struct, kw_only=True):

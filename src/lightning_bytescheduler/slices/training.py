@@ -19,7 +19,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -214,6 +214,7 @@ class EpochOfRun(NamedTuple):
     epoch: int
 
 
+@dataclass(eq=False)
 class TrackerPlan:
     """The batches of a worker that trains at its own speed. For one thread.
 
@@ -248,31 +249,23 @@ class TrackerPlan:
         epoch: The epoch of the data that is requested; each batch has its own.
     """
 
-    def __init__(
-        self,
-        client: TrackerClient,
-        *,
-        worker: str,
-        incarnation: str,
-        batch_size: int,
-        ahead: int = 2,
-        slices: Sequence[Slice],
-        waits: bool = True,
-        resumes: bool = False,
-        begins: EpochOfRun | None = None,
-        counts_merged: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.batch_size = require_whole("batch_size", batch_size, 1)
-        self.epoch = 0
-        self._client = client
-        self._joins = JoinTracker(worker=worker, incarnation=incarnation)
-        self._ahead = ahead
-        self._slices = slices
-        self._waits = waits
-        self._counts_merged = counts_merged
-        self._clock = clock
-        self._lags: int | None = waits and not resumes  # epochs behind the tracker's at the first joining
+    client: TrackerClient
+    _: KW_ONLY
+    worker: str
+    incarnation: str
+    batch_size: int
+    ahead: int = 2
+    slices: Sequence[Slice]
+    waits: bool = True
+    resumes: InitVar[bool] = False
+    begins: InitVar[EpochOfRun | None] = None
+    counts_merged: bool = False
+    clock: Callable[[], float] = time.monotonic
+    epoch: int = field(default=0, init=False)
+
+    def __post_init__(self, resumes: bool, begins: EpochOfRun | None) -> None:
+        require_whole("batch_size", self.batch_size, 1)
+        self._lags: int | None = self.waits and not resumes  # epochs behind the tracker's at the first joining
         self._run = None if begins is None else begins.run
         self._last_epoch = -1 if begins is None else begins.epoch - 1  # the one that the pass has to reach
         self._pass = _Pass(has_ended=True)  # before the first one
@@ -291,8 +284,8 @@ class TrackerPlan:
         is_through = self._is_through
         for held in self._held.values():
             held.todo, held.out = joined([*held.todo, *held.out]), []
-        last, self._pass = self._pass, _Pass(repeats, may_end=repeats or not self._waits)
-        if self._waits and not repeats:
+        last, self._pass = self._pass, _Pass(repeats, may_end=repeats or not self.waits)
+        if self.waits and not repeats:
             if is_through:
                 self._last_epoch += 1
             elif last.may_end and not last.is_cut:  # a limit has ended the pass, maybe just where its epoch ended
@@ -309,9 +302,9 @@ class TrackerPlan:
             # Others may say in a moment, after a restart of the tracker, that they hold less than it knows.
             if is_given_out or (own.may_end and self._reason is not WaitReason.SOON):
                 own.has_ended = is_given_out
-                own.is_cut = self._waits and not own.repeats and not is_given_out
+                own.is_cut = self.waits and not own.repeats and not is_given_out
                 return None
-            return max(self._ask_at - self._clock(), 0.0)
+            return max(self._ask_at - self.clock(), 0.0)
         own.may_end, own.goes_on = True, ()
         return batch
 
@@ -328,7 +321,7 @@ class TrackerPlan:
     @property
     def position(self) -> EpochOfRun | None:
         """The epoch of the data with which a training goes on from here; ``None`` if passes belong to no epoch."""
-        if self._run is None or not self._waits:
+        if self._run is None or not self.waits:
             return None
         return EpochOfRun(self._run, self._last_epoch + self._is_through)
 
@@ -385,7 +378,7 @@ class TrackerPlan:
         self._reason = None  # it may have been over before the tracker was taken back
         # Samples that were handed out have been trained on when this is called, or will be handed out again.
         while not any(held.todo or held.out for held in self._held.values()):
-            if not self._ask(looks=not self._waits):
+            if not self._ask(looks=not self.waits):
                 if self._reason not in _GIVEN_OUT or self.epoch >= self._last_epoch:
                     return None if self._reason is WaitReason.OVER else False
                 self._go_on()
@@ -415,7 +408,7 @@ class TrackerPlan:
             missing -= stop - start
         if begins is None:
             return None
-        while len(self._waiting()) < self._ahead and self._clock() >= self._ask_at and self._ask():
+        while len(self._waiting()) < self.ahead and self.clock() >= self._ask_at and self._ask():
             pass
         return SliceBatch(begins[1], tuple(runs), tuple(self._waiting()))
 
@@ -442,7 +435,7 @@ class TrackerPlan:
         accepted = self._tell(ReportProgress(session=self._session, grant=held.grant, trained=held.trained))
         if accepted is None:  # this worker has joined again, with another grant if the slice is still its own
             return held.begun and self._held.get(place) is held
-        if accepted and not self._counts_merged:
+        if accepted and not self.counts_merged:
             held.unmerged = []
         if not accepted or held.is_done:
             self._drop((held.grant,))
@@ -470,19 +463,19 @@ class TrackerPlan:
             self._hold(answer)
             self._reason = None
             return True
-        self._reason, self._ask_at = answer.reason, self._clock() + _AGAIN
+        self._reason, self._ask_at = answer.reason, self.clock() + _AGAIN
         return False
 
     def _join(self) -> None:
         """Join, or join again, and go on with slices that are still this worker's."""
         former = dict(self._held)
         holds = tuple(HeldSlice(*place, held.begun) for place, held in former.items())
-        joined = self._call(msgspec.structs.replace(self._joins, holds=holds), Joined)
+        joined = self._call(JoinTracker(worker=self.worker, incarnation=self.incarnation, holds=holds), Joined)
         self._session, self._reason, self._ask_at = joined.session, None, 0.0
         if self._lags is not None and joined.run != self._run:
             first = max(joined.epoch - self._lags, 0)
-            self._last_epoch = first - (self._waits and self._pass.has_ended)  # one less where no pass has begun
-            self._pass.goes_on = (WaitReason.OVER,) if self._waits else ()
+            self._last_epoch = first - (self.waits and self._pass.has_ended)  # one less where no pass has begun
+            self._pass.goes_on = (WaitReason.OVER,) if self.waits else ()
         self._lags, self._run = None, joined.run
         self.epoch = max(min(joined.epoch, self._last_epoch), 0)
         self._held.clear()
@@ -492,7 +485,7 @@ class TrackerPlan:
     def _hold(self, answer: Assignment, held: _Held | None = None) -> None:
         """Hold a slice; ``held`` is the same, if it was held before."""
         index = answer.slice_index
-        here = self._slices[index] if index < len(self._slices) else None
+        here = self.slices[index] if index < len(self.slices) else None
         if here is None or (here.key, here.samples) != (answer.key, answer.samples):
             there = f"{answer.key!r}, of {answer.samples} samples"
             raise OptionError("slices", here, f"the tracker's at every worker, where slice {index} is {there}")
@@ -511,7 +504,7 @@ class TrackerPlan:
         return reply.accepted
 
     def _call(self, message: Call, *kinds: type[_T]) -> _T:
-        reply = self._client.answer(message)
+        reply = self.client.answer(message)
         if not isinstance(reply, kinds):
             raise CoordinatorError(f"The tracker answers {type(reply).__name__} to {type(message).__name__}.")
         return reply
@@ -664,6 +657,7 @@ class _PlanThread:
                 self._changed.notify_all()
 
 
+@dataclass(eq=False)
 class TrackedTraining:
     """The batches of one worker. The tracker is at worker 0, which also saves it, or at a coordinator.
 
@@ -675,25 +669,19 @@ class TrackedTraining:
 
     batches = None  # unknown in advance
     mixture = None
+    host: TrackerHost
+    store: SliceStore
+    _: KW_ONLY
+    batch_sizes: Sequence[int]
+    seed: int = 0
+    shuffle: bool = True
+    rank: int = 0
 
-    def __init__(
-        self,
-        host: TrackerHost,
-        store: SliceStore,
-        *,
-        batch_sizes: Sequence[int],
-        seed: int = 0,
-        shuffle: bool = True,
-        rank: int = 0,
-    ) -> None:
-        self._host = host
-        self._store = store
-        self._seed, self._shuffle = seed, shuffle
-        self._idle: Idle | None = getattr(host, "idle", None)
-        self._ranks: WorkerRanks | None = getattr(host, "ranks", None)
-        self._counts_merged: bool = getattr(host, "counts_merged", False)
-        self._batch_sizes = tuple(batch_sizes)
-        self._rank = rank
+    def __post_init__(self) -> None:
+        self._idle: Idle | None = getattr(self.host, "idle", None)
+        self._ranks: WorkerRanks | None = getattr(self.host, "ranks", None)
+        self.fills = self._ranks is not None  # whether lost samples are replaced, as others of the worker would wait
+        self._counts_merged: bool = getattr(self.host, "counts_merged", False)
         self._corrupt: dict[str, str] = {}  # found by this rank, and unknown to the first one
         self._tracker: SliceTracker | None = None
         self._pending: Mapping[str, Any] | None = None
@@ -704,26 +692,21 @@ class TrackedTraining:
         self._untrained: deque[SliceBatch] = deque()  # that the training has
         self._unsent: list[SliceBatch] = []  # trained on, but in no update yet; only where merged samples count
 
-    @property
-    def fills(self) -> bool:
-        """Whether lost samples are replaced: if a rank skipped a batch, the worker's other ranks would wait for it."""
-        return self._ranks is not None
-
     def open(self, trainer: pl.Trainer | None) -> None:
         """Connect to the tracker, once."""
-        self._only_ends = self._host.waits and trainer is not None and ends_restored_epoch(trainer)
-        if self._thread is None and self._rank == 0:
+        self._only_ends = self.host.waits and trainer is not None and ends_restored_epoch(trainer)
+        if self._thread is None and self.rank == 0:
             begins, pending = None, self._pending or {}
-            if self._host.waits and "run" in pending:
+            if self.host.waits and "run" in pending:
                 begins, self._pending = EpochOfRun(**pending), None  # for this fit only
             plan = TrackerPlan(
-                self._host.connect(self._make_tracker),
-                worker=_name(self._host.worker),
+                self.host.connect(self._make_tracker),
+                worker=_name(self.host.worker),
                 incarnation=uuid.uuid4().hex,
-                batch_size=sum(self._batch_sizes),
-                ahead=min(self._store.depth, _AHEAD),
-                slices=self._store.source.slices,
-                waits=self._host.waits,
+                batch_size=sum(self.batch_sizes),
+                ahead=min(self.store.depth, _AHEAD),
+                slices=self.store.source.slices,
+                waits=self.host.waits,
                 resumes=trainer is not None and trainer.global_step > 0,
                 begins=begins,
                 counts_merged=self._counts_merged,
@@ -745,7 +728,7 @@ class TrackedTraining:
                     self._idle.goes_on()
                 has_waited, has_given = False, True
                 self._drawn.append(turn)
-                yield turn if self._ranks is None else cut_batch(turn, self._batch_sizes)[self._rank]
+                yield turn if self._ranks is None else cut_batch(turn, self.batch_sizes)[self.rank]
             elif self._idle is not None and not has_given:
                 has_waited = True
                 if self._idle.waits():
@@ -757,7 +740,7 @@ class TrackedTraining:
         """Tell the first rank what others have found corrupt; called when no rank is in a step."""
         found, self._corrupt = self._corrupt, {}
         if self._ranks is not None:
-            known = corrupt_on_any(self._store.source.slices, found, self._ranks.total)
+            known = corrupt_on_any(self.store.source.slices, found, self._ranks.total)
             self._note(lambda plan: plan.quarantine(known.items()))
 
     def _turn(self, own: _Ahead | None, has_given: bool) -> SliceBatch | str | None:
@@ -777,7 +760,7 @@ class TrackedTraining:
         batch = self._drawn.popleft()
         if not report.is_empty:  # else it cannot be trained on, as its slices are corrupt
             self._untrained.append(batch)
-        if self._rank:
+        if self.rank:
             self._corrupt.update(report.corrupt)
         elif report.corrupt:
             self._note(lambda plan: plan.quarantine(report.corrupt))
@@ -786,7 +769,7 @@ class TrackedTraining:
         """Record that the first untrained batch was trained on; does nothing if there is none."""
         if self._untrained:
             batch = self._untrained.popleft()
-            if self._counts_merged and self._rank == 0:
+            if self._counts_merged and self.rank == 0:
                 self._unsent.append(batch)
             self._note(lambda plan: plan.trained(batch))
 
@@ -817,10 +800,12 @@ class TrackedTraining:
 
     # ------------------------------------------------------------------ questions
 
+    def _ask(self, question: Callable[[TrackerPlan], _T]) -> _T | None:
+        return None if self._thread is None else self._thread.ask(question)
+
     def end_epoch(self) -> None:
         """Go on to the next epoch of the data, if nothing is left of this one; for all workers at the same moment."""
-        if self._thread is not None:
-            self._thread.ask(TrackerPlan.end_epoch)
+        self._ask(TrackerPlan.end_epoch)
 
     @property
     def is_cut(self) -> bool:
@@ -829,7 +814,7 @@ class TrackedTraining:
 
     def rest(self) -> bool | None:
         """Whether anything of the epoch is left to train on; ``None`` if all samples count."""
-        return None if self._thread is None else self._thread.ask(TrackerPlan.rest)
+        return self._ask(TrackerPlan.rest)
 
     def train_on_rest(self) -> None:
         """Let the next pass train on slices of this pass's epoch that have come back."""
@@ -837,8 +822,7 @@ class TrackedTraining:
 
     def settle(self) -> None:
         """Wait until the tracker knows all that this worker has trained on."""
-        if self._thread is not None:
-            self._thread.ask(TrackerPlan.report)
+        self._ask(TrackerPlan.report)
 
     def halt(self, timeout: float = _STOP_S) -> bool:
         """End the plan's thread after its notes; idempotent. Returns whether it ended in time.
@@ -850,9 +834,8 @@ class TrackedTraining:
 
     def close(self) -> None:
         """Report what was trained on, at the end of the training, while the tracker can be reached."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.halt(_STOP_S)
+        self.halt()
+        self._thread = None
 
     # ------------------------------------------------------------------ the position
 
@@ -864,7 +847,7 @@ class TrackedTraining:
         if self._tracker is not None:
             self.settle()
             return {"tracker": self._tracker.state_dict()}
-        if self._thread is not None and self._host.waits:
+        if self._thread is not None and self.host.waits:
             position = self._thread.position()
             return {} if position is None else position._asdict()
         return {} if self._pending is None else dict(self._pending)
@@ -886,15 +869,15 @@ class TrackedTraining:
 
     def _make_tracker(self) -> SliceTracker:
         if self._tracker is None:
-            catalogue = self._store.source.catalogue
-            tracker = SliceTracker(catalogue, seed=self._seed, shuffle=self._shuffle, clock=time.monotonic)
+            catalogue = self.store.source.catalogue
+            tracker = SliceTracker(catalogue, seed=self.seed, shuffle=self.shuffle, clock=time.monotonic)
             self._load(tracker)
             self._tracker = tracker
         return self._tracker
 
     def _load(self, tracker: SliceTracker) -> None:
         if self._pending is not None and "tracker" in self._pending:
-            workers = [_name(number) for number in range(self._host.workers)]
+            workers = [_name(number) for number in range(self.host.workers)]
             tracker.load_state_dict(self._pending["tracker"], workers=workers)
             self._pending = None
 

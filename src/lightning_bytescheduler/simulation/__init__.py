@@ -1,1 +1,0 @@
-"""Predicts how long a training step takes on a network. Imports neither Lightning nor torch.distributed."""
