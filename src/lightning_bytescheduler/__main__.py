@@ -212,8 +212,8 @@ _COMMANDS = {
     ),
     "check": _Command(
         "Run a training script for some steps with ddp and with bytescheduler in place of its own strategy, from the "
-        "same seeds. Say whether weights, optimizer state and metrics are the same, and which is faster; or where they "
-        "differ. Exit codes: 0 the same, 1 different, 2 could not be checked.",
+        "same seeds. Say whether weights, optimizer state and metrics are the same, or where they differ. Exit codes: "
+        "0 the same, 1 different, 2 could not be checked.",
         "--steps 50 --devices 2 -- python train.py --lr 1e-3",
         "checking.check",
     ),

@@ -65,10 +65,7 @@ class Trainings:
             initial=dict.fromkeys(NAMES, "start"),
             weights=dict.fromkeys(NAMES, value.hex()),
             metrics={"loss": value.hex()},
-            seconds=(0.2 if spec.strategy != "ddp" else 0.3,) * spec.steps,
-            trace={s: dict.fromkeys(NAMES, losses[s - 1].hex()) for s in range(1, spec.steps + 1)}
-            if spec.traced
-            else {},
+            trace={s: dict.fromkeys(NAMES, losses[s - 1].hex()) for s in range(1, spec.steps + 1)},
             needs_norm=self.needs_norm and spec.strategy != "ddp",
         )
         return made(spec, *(self.change(spec, replace(record, rank=rank)) for rank in range(self.world_size)))

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_bytescheduler import ByteSchedulerStrategy, UnsupportedError
-from lightning_bytescheduler.checking.recorder import digest, left_out, strategy_for
+from lightning_bytescheduler.checking.recorder import digest, strategy_for
 from lightning_bytescheduler.checking.report import RunSpec
 
 
@@ -34,19 +34,22 @@ def test_a_run_is_scheduled_as_the_script_says(options: dict[str, Any]) -> None:
     ours = strategy_for(RunSpec(strategy="configured", steps=3), given)
     assert isinstance(ours, ByteSchedulerStrategy)
     assert ours._options == given._options
-    assert not left_out(given)
     strict = strategy_for(RunSpec(strategy="strict", steps=3), given)
     assert isinstance(strict, ByteSchedulerStrategy)
     assert strict._options.mode == "overlapped"
 
 
-def test_what_ddp_does_not_do_is_left_out_and_said() -> None:
-    given = ByteSchedulerStrategy(compression="int8", weighting="samples", batch_size="balanced")
-    ours = strategy_for(RunSpec(strategy="configured", steps=3), given)
-    assert left_out(given) == ["compression", "weighting", "batch_size"]
-    assert left_out(ByteSchedulerStrategy(servers=0)) == ["servers"]
-    assert not left_out(ours)
-    assert not left_out("ddp")
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"compression": "int8", "weighting": "samples"}, "compression and weighting"),
+        ({"weighting": "samples", "batch_size": "balanced"}, "weighting and batch_size"),
+        ({"servers": 0}, "servers"),
+    ],
+)
+def test_what_ddp_does_not_do_is_refused(options: dict[str, Any], names: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"has {names}, which ddp has not.*Leave that out for the check"):
+        strategy_for(RunSpec(strategy="ddp", steps=3), ByteSchedulerStrategy(**options))
 
 
 @pytest.mark.parametrize("given", ["diloco", "fsdp"])

@@ -15,8 +15,7 @@ def test_what_is_the_same_takes_four_runs() -> None:
     assert report.verdict == "identical"
     assert [spec.strategy for spec, _ in trainings.made] == ["ddp", "configured", "ddp", "strict"]
     assert report.exit_code == 0
-    assert report.headline() == "identical, 1.50x faster"
-    assert "Step times are those of deterministic algorithms" in report.text()
+    assert report.headline() == "identical"
     assert "OMP_NUM_THREADS" not in report.text()
 
 
@@ -27,11 +26,10 @@ def test_where_a_parameter_is_read_unseen_is_found() -> None:
     assert report.first is not None
     assert report.first.step == 4
     assert report.first.tensors == NAMES
-    assert report.deferral is True
-    assert len(trainings.made) == 4 + 2 + 1  # as it is, traced, and with no update deferred
+    assert len(trainings.made) == 4 + 1  # as it is, and with no update deferred
     assert report.exit_code == 1
     assert report.headline() == f"different from step 4 on, first tensor {NAMES[0]!r}"
-    assert "a weight is read before the update of the last step has landed" in report.text()
+    assert "nothing differs: a weight is read before the update of the last step has landed" in report.text()
 
 
 def test_a_difference_that_no_deferral_explains_is_told_from_that() -> None:
@@ -40,21 +38,7 @@ def test_a_difference_that_no_deferral_explains_is_told_from_that() -> None:
 
     report = investigate(Trainings(change=always), steps=10)
     assert report.verdict == "different"
-    assert report.deferral is False
     assert "an unseen read of a weight does not explain it" in report.text()
-
-
-def test_what_does_not_differ_again_depends_on_timing() -> None:
-    def once(spec, record):
-        return record if spec.strategy != "configured" else replace(record, weights={**record.weights, NAMES[0]: "x"})
-
-    def untraced(spec, record):
-        return record if spec.traced else once(spec, record)
-
-    report = investigate(Trainings(change=untraced), steps=10)
-    assert report.verdict == "different"
-    assert report.again is False
-    assert "depends on timing" in report.text()
 
 
 def test_ddp_that_differs_from_itself_is_not_blamed_on_anybody() -> None:
@@ -121,7 +105,6 @@ def test_what_is_hidden_in_rounding_is_held_against_a_run_that_defers_nothing(se
     assert report.first is not None
     assert report.first.step == 4
     assert report.first.tensors == NAMES
-    assert report.deferral is None
     assert "most likely: a weight is read before the" in report.text()
 
 
@@ -238,10 +221,3 @@ def test_a_loss_may_be_off_by_rounding_but_not_be_lost() -> None:
     found = first_difference(made(DDP, RECORD), made(DDP, lost), tolerance=0.01)
     assert found is not None
     assert found.step == 2
-
-
-def test_options_that_no_run_has_are_named() -> None:
-    trainings = Trainings()
-    report = investigate(lambda *run: replace(trainings(*run), left_out="compression, servers"), steps=10)
-    assert "not checked: the strategy's compression, servers, left out of all runs" in report.text()
-    assert "not checked" not in investigate(trainings, steps=10).text()

@@ -24,11 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_bytescheduler.checking.report import (
-    LEFT_OUT,
     OUTPUT,
     PROGRESS,
     REFUSED,
-    STARTED,
     CheckReport,
     RankRecord,
     RunResult,
@@ -53,10 +51,9 @@ _POLL_SECONDS = 0.1
 _LATE_SECONDS = 20.0  # for late ranks' records after rank 0 has ended, and for processes to end after all records
 _TERMINATION_SECONDS = 10.0
 _LOG_LINES = 15
-_NO_FIT = "The script ended without a call of Trainer.fit; the check is for Lightning's Trainer."
-_NO_HOOK = (
-    "The command ended without importing lightning, or in a Python that ignores PYTHONPATH (options -I and -E do). "
-    "Give the command that trains, such as `-- python train.py`."
+_NO_FIT = (
+    "The command ended without a call of Trainer.fit, or in a Python that ignores PYTHONPATH (options -I and -E do). "
+    "The check is for Lightning's Trainer: give the command that trains, such as `-- python train.py`."
 )
 
 
@@ -263,7 +260,7 @@ def result_of(spec: RunSpec, folder: Path, *, code: int | None, timeout: float) 
     records, errors = _records(folder), sorted(folder.glob("error*.txt"))
     if _are_all(records):
         ranks = sorted((kept(RankRecord, path) for path in records), key=lambda record: record.rank)
-        return RunResult(spec=spec, ranks=ranks, left_out=_text(folder / LEFT_OUT))
+        return RunResult(spec=spec, ranks=ranks)
     if refused := _text(folder / REFUSED):
         return RunResult(spec=spec, refused=refused)
     if code is None:
@@ -272,7 +269,7 @@ def result_of(spec: RunSpec, folder: Path, *, code: int | None, timeout: float) 
     elif errors:
         error = errors[0].read_text()
     elif code == 0 and not records:
-        return RunResult(spec=spec, refused=_NO_FIT if (folder / STARTED).exists() else _NO_HOOK)
+        return RunResult(spec=spec, refused=_NO_FIT)
     else:
         error = f"exit code {code}"
     # A progress bar overwrites its line; only its last state is kept.
@@ -303,13 +300,18 @@ def end_processes(group: int, poll: Poll, folder: Path) -> None:
         poll: Returns the exit code of the first process.
         folder: The run's folder, in which each of its processes has written its id.
     """
-    _signal_all(group, folder, signal.SIGTERM)
-    deadline = time.monotonic() + _TERMINATION_SECONDS
-    while time.monotonic() < deadline and (poll() is None or _alive(group)):
-        time.sleep(_POLL_SECONDS)
-    _signal_all(group, folder, signal.SIGKILL)
-    while poll() is None and time.monotonic() < deadline + _TERMINATION_SECONDS:
-        time.sleep(_POLL_SECONDS)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(OSError):
+            os.killpg(group, number)
+        for path in folder.glob("process*.txt"):
+            with contextlib.suppress(OSError, ValueError):
+                process = int(path.stem.removeprefix("process"))
+                # Ids are reused: only a process that was started with this folder belongs to the run.
+                if os.fsencode(folder.parent) in Path(f"/proc/{process}/environ").read_bytes():
+                    os.kill(process, number)
+        deadline = time.monotonic() + _TERMINATION_SECONDS
+        while time.monotonic() < deadline and (poll() is None or _alive(group)):
+            time.sleep(_POLL_SECONDS)
 
 
 def _alive(group: int) -> bool:
@@ -320,14 +322,3 @@ def _alive(group: int) -> bool:
             if int(its_group) == group and state not in "ZX":
                 return True
     return False
-
-
-def _signal_all(group: int, folder: Path, number: signal.Signals) -> None:
-    with contextlib.suppress(OSError):
-        os.killpg(group, number)
-    for path in folder.glob("process*.txt"):
-        with contextlib.suppress(OSError, ValueError):
-            process = int(path.stem.removeprefix("process"))
-            # Ids are reused: only a process that was started with this folder belongs to the run.
-            if os.fsencode(folder.parent) in Path(f"/proc/{process}/environ").read_bytes():
-                os.kill(process, number)

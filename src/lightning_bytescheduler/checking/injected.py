@@ -22,7 +22,7 @@ import numpy
 import torch
 
 from lightning_bytescheduler import registration
-from lightning_bytescheduler.checking.report import LEFT_OUT, OUTPUT, STARTED, RunSpec, kept, refuse
+from lightning_bytescheduler.checking.report import OUTPUT, RunSpec, kept, refuse
 from lightning_bytescheduler.exceptions import UnsupportedError
 
 _SEED = 20240  # of all random numbers; each rank adds its own number
@@ -38,7 +38,6 @@ def install(pytorch: Any, *, forked: bool = False) -> None:
     path = Path(os.environ[registration.CHECK_VARIABLE])
     spec, folder = kept(RunSpec, path), path.parent
     os.environ.pop("BYTESCHEDULER_TIMELINE", None)  # the user's file must not be overwritten
-    (folder / STARTED).touch()
     # Names this process to the check, which may have to end it: its process group may not be its parent's.
     (folder / f"process{os.getpid()}.txt").touch()
     _seed_everything(0)
@@ -56,13 +55,10 @@ def install(pytorch: Any, *, forked: bool = False) -> None:
     def connect(original: Callable[..., Any], connector: Any, **arguments: Any) -> None:
         try:
             decided()
-            from lightning_bytescheduler.checking.recorder import left_out, strategy_for
+            from lightning_bytescheduler.checking.recorder import strategy_for
 
-            given = arguments.get("strategy")
-            if names := left_out(given):
-                (folder / LEFT_OUT).write_text(", ".join(names))
             with contextlib.suppress(KeyError):  # an unknown strategy: Lightning raises its own error below
-                arguments["strategy"] = strategy_for(spec, given, forked=forked)
+                arguments["strategy"] = strategy_for(spec, arguments.get("strategy"), forked=forked)
         except UnsupportedError as error:
             refuse(folder, str(error))
         if spec.devices is not None:

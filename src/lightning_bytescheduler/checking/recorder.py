@@ -6,7 +6,6 @@ Also choose the strategy that replaces the one of a script's Trainer.
 from __future__ import annotations
 
 import hashlib
-import time
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +52,9 @@ def _digests(module: nn.Module) -> dict[str, str]:
 class _Loggers(DummyLogger):
     """Replaces the user's loggers: publishes nothing, and records what is logged."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.logged: dict[str, str] = {}
-        self._folder = folder
-
-    @property
-    def save_dir(self) -> str:
-        """The run's folder, where callbacks write files that belong to a logger."""
-        return str(self._folder)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Record ``metrics``, unless all are the epoch or this package's own: ``ddp`` would log nothing then."""
@@ -118,10 +111,9 @@ class Recorder(pl.Callback):
         self._folder = folder
         self._record = RankRecord()
         self._losses: list[torch.Tensor] = []
-        self._loggers = _Loggers(folder)
+        self._loggers = _Loggers()
         self._start = 0  # steps that a loaded checkpoint had taken
         self._batches = 0
-        self._step_ended = 0.0
 
     def attach(self, trainer: pl.Trainer) -> None:
         """Join the callbacks of ``trainer``, and replace its loggers."""
@@ -144,7 +136,6 @@ class Recorder(pl.Callback):
         fit = trainer.strategy.fit if isinstance(trainer.strategy, ByteSchedulerStrategy) else None
         if fit is not None and self._spec.strategy == "undeferred":
             fit.reads.unseen.update(map(id, pl_module.parameters()))
-        self._step_ended = time.perf_counter()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """See Callback."""
@@ -152,7 +143,7 @@ class Recorder(pl.Callback):
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         """See Callback. Every update is complete at this point, so reading weights opens no gate."""
-        if self._spec.traced and self._record.steps not in self._record.trace:
+        if self._record.steps not in self._record.trace:
             self._record.trace[self._record.steps] = _digests(pl_module)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
@@ -166,13 +157,10 @@ class Recorder(pl.Callback):
         self._batches += 1
         taken = trainer.global_step - self._start if trainer.optimizers else self._batches
         if taken > record.steps:
-            now = time.perf_counter()
-            record.seconds.append((now - self._step_ended) / (taken - record.steps))
-            self._step_ended = now
             record.steps = taken
             if trainer.is_global_zero:
                 (self._folder / PROGRESS).write_text(f"after step {taken}")
-        if self._spec.traced and not pl_module.automatic_optimization:
+        if not pl_module.automatic_optimization:
             record.trace[taken] = _digests(pl_module)  # such steps are synchronised: nothing is deferred
         if taken >= self._spec.steps:
             trainer.should_stop = True
@@ -187,8 +175,7 @@ class Recorder(pl.Callback):
         record.weights = _digests(module)
         record.optimizer = {name: digest(value) for name, value in _optimizer_state(trainer, module).items()}
         record.metrics = {**_as_texts(trainer.callback_metrics), **self._loggers.logged}
-        if self._spec.traced:
-            record.trace.setdefault(record.steps, record.weights)
+        record.trace.setdefault(record.steps, record.weights)
         if plan is not None:
             record.plan, record.needs_norm = repr(plan), bool(plan.norm_needed_by)
         keep(record, record_path(self._folder, record))
@@ -279,23 +266,21 @@ def _options_of(given: str | Strategy | None) -> tuple[dict[str, Any], dict[str,
     options = {**given._ddp_kwargs, **{name: value for name, value in held.items() if value is not None}}
     if not isinstance(given, ByteSchedulerStrategy):
         return options, {}
-    own = {name: getattr(given._options, name) for name in _OWN}
-    own["tuning"] = _TUNED[given._options.tunes_credit + 2 * given._options.tunes_partition]
-    return options, {**own, "policy": given._options.policy.name, "log_metrics": given._log_metrics}
-
-
-def left_out(given: object) -> list[str]:
-    """Options of a script's strategy with which it would train differently from ``ddp``, or need more processes."""
-    if not isinstance(given, ByteSchedulerStrategy):
-        return []
     facts = given._weighting.facts
-    options = {
+    others = {
         "compression": given._rules is not None,
         "weighting": facts["weighting"] != "ranks",
         "batch_size": facts["batch_size"] is not None,
         "servers": given._servers.used,
     }
-    return [name for name, is_set in options.items() if is_set]
+    if names := [name for name, is_set in others.items() if is_set]:
+        raise UnsupportedError(
+            f"The script's ByteSchedulerStrategy has {' and '.join(names)}, which ddp has not, so there is nothing to "
+            "compare. Leave that out for the check."
+        )
+    own = {name: getattr(given._options, name) for name in _OWN}
+    own["tuning"] = _TUNED[given._options.tunes_credit + 2 * given._options.tunes_partition]
+    return options, {**own, "policy": given._options.policy.name, "log_metrics": given._log_metrics}
 
 
 def _not_comparable(name: str) -> str:

@@ -2,15 +2,15 @@
 
 This module knows neither Lightning nor processes: the caller passes a function that makes a run.
 
-The runs are ``ddp``, ``bytescheduler`` as configured, ``ddp`` again (is it reproducible, and is one run slower than the
-other?), and ``bytescheduler`` at its strictest. If all of them are the same, no other run is needed.
+The runs are ``ddp``, ``bytescheduler`` as configured, ``ddp`` again (is it reproducible?), and ``bytescheduler`` at
+its strictest. If all of them are the same, no other run is needed.
 
 With more than two ranks, or norms, sums may be formed in another order than ``ddp``'s. Then bits are compared with
 those of a run that differs in one thing: no update is deferred. The comparison with ``ddp`` is limited to results that
 do not depend on the order of sums.
 
-Runs are deterministic, so runs that differ are repeated with traces, which show the first step and tensor. If the
-difference is gone when no update is deferred, then a weight was read unseen.
+Runs are deterministic, and each records digests of all weights after each step, which show the first step and tensor
+that differ. If the difference is gone when no update is deferred, then a weight was read unseen.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import platform
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -34,15 +33,18 @@ _ROUNDING = 0.01
 """Relative difference of two losses. Rounding does not drive them so far apart within a few steps."""
 
 _SOON = 3  # steps
-_WARM_UP = 5
-_TOO_NOISY = 0.2
 _EXIT_CODES = {"identical": 0, "rounding": 0, "different": 1, "fails": 1, "not reproducible": 2, "unchecked": 2}
 _LIMITS = (
     "Only the first call of Trainer.fit was checked; what follows it was not run.",
     "Checkpoints went to a temporary folder, loggers were replaced, validation took at most 2 batches.",
-    "Step times are those of deterministic algorithms, without cudnn.benchmark: on a GPU yours may be shorter.",
 )
-
+_READ_EARLY = (
+    "with no update deferred {}: a weight is read before the update of the last step has landed, by code whose reads "
+    "cannot be seen, such as another thread's. With cross_barrier=False it is read in time"
+)
+_READS_DO_NOT_MATTER = (
+    "the difference stays when no update is deferred, so an unseen read of a weight does not explain it"
+)
 
 _Kept = TypeVar("_Kept")
 StrategyName = Literal["ddp", "configured", "strict", "undeferred"]
@@ -58,13 +60,11 @@ class RunSpec:
             ``"undeferred"``, the same with every update in the step itself, so that no read comes before it.
         steps: Optimizer steps after which the fit is stopped.
         devices: Replaces the Trainer's ``devices``, if given.
-        traced: Record a digest of every weight after each step.
     """
 
     strategy: StrategyName
     steps: int
     devices: int | None = None
-    traced: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,8 +81,7 @@ class RankRecord:
         weights: Digests of weights and buffers at the end, by name.
         optimizer: Digests of the optimizers' state and hyperparameters at the end, by name.
         metrics: Metrics at the end, and at each time they were logged, by name and time.
-        seconds: Time of each optimizer step.
-        trace: Digests of weights after each step of a traced run.
+        trace: Digests of weights after each step.
         plan: What overlapped, in words; empty under ``ddp``.
         needs_norm: Whether updates needed the norm of all gradients.
     """
@@ -96,7 +95,6 @@ class RankRecord:
     weights: dict[str, str] = field(default_factory=dict)
     optimizer: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, str] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)
     trace: dict[int, dict[str, str]] = field(default_factory=dict)
     plan: str = ""
     needs_norm: bool = False
@@ -111,14 +109,12 @@ class RunResult:
         ranks: The records, by rank; empty unless all ranks wrote one.
         refused: Why the training cannot be checked, in words; empty if it can.
         error: The error with which it failed, in words; empty if it did not fail.
-        left_out: Options of the script's strategy that the run did without.
     """
 
     spec: RunSpec
     ranks: list[RankRecord] = field(default_factory=list)
     refused: str = ""
     error: str = ""
-    left_out: str = ""
 
     @property
     def first(self) -> RankRecord:
@@ -128,17 +124,11 @@ class RunResult:
 
 # In a run's folder.
 
-STARTED = "started.txt"
-"""Created in a run's folder when Lightning has been imported."""
-
 PROGRESS = "progress.txt"
 """Where rank 0 writes how many steps it has taken."""
 
 OUTPUT = "output.txt"
 """The output of a run."""
-
-LEFT_OUT = "left_out.txt"
-"""Lists the options of the script's strategy that no run has."""
 
 REFUSED = "refused.txt"
 """Says why the training cannot be checked."""
@@ -232,12 +222,12 @@ def _unequal(one: Mapping[str, str], two: Mapping[str, str]) -> list[str]:
 
 
 def first_difference(expected: RunResult, actual: RunResult, *, tolerance: float = 0.0) -> FirstDifference | None:
-    """Where two complete runs diverge: the first loss that differs, and with traces the first weights.
+    """Where two complete runs diverge: the first loss that differs, or the first weights.
 
     Args:
         expected: One of the runs.
         actual: The other run.
-        tolerance: Relative difference of two losses that does not count.
+        tolerance: Relative difference of two losses that does not count; weights then do not, either.
     """
     found: list[FirstDifference] = []
     for one, two in zip(expected.ranks, actual.ranks, strict=False):
@@ -247,7 +237,7 @@ def first_difference(expected: RunResult, actual: RunResult, *, tolerance: float
             if texts[0] != texts[1] and not abs(a - b) <= tolerance * abs(a):
                 found.append(FirstDifference(step=step + 1, rank=one.rank, losses=(a, b)))
                 break
-        for step in sorted(one.trace.keys() & two.trace.keys()):
+        for step in () if tolerance else sorted(one.trace.keys() & two.trace.keys()):
             if names := _unequal(one.trace[step], two.trace[step]):
                 found.append(FirstDifference(step=step, rank=one.rank, tensors=tuple(names)))
                 break
@@ -271,9 +261,7 @@ class CheckReport:
         difference: What differs.
         first: Where the runs diverge.
         variant: Strategy of the run that differs or fails, as in ``RunSpec``.
-        again: Whether the difference was there when both were run again; ``None`` if that was not tried.
-        deferral: Whether the training is the same as ``ddp``'s when no update is deferred. ``None`` if that was not
-            tried, as when the runs are compared with one that defers nothing.
+        cause: What explains the difference, or what does not, in words.
         changing_metrics: Logged metrics that differ between two runs of ``ddp``, and so are not compared.
     """
 
@@ -284,8 +272,7 @@ class CheckReport:
     difference: Difference | None = None
     first: FirstDifference | None = None
     variant: str = ""
-    again: bool | None = None
-    deferral: bool | None = None
+    cause: str = ""
     changing_metrics: tuple[str, ...] = ()
 
     @property
@@ -298,27 +285,6 @@ class CheckReport:
         """0 if both trained the same, 1 if not, 2 if that could not be checked."""
         return _EXIT_CODES[self.verdict]
 
-    @property
-    def step_ms(self) -> dict[str, list[float]]:
-        """Median step times of the timed runs in milliseconds, by ``ddp`` and ``bytescheduler``.
-
-        Timed runs use deterministic algorithms, and no ``cudnn.benchmark``.
-        """
-        times: dict[str, list[float]] = {"ddp": [], "bytescheduler": []}
-        for run in self.runs:
-            typical = [_median_ms(record.seconds) for record in run.ranks if record.seconds]
-            if typical and run.spec.strategy in ("ddp", "configured") and not run.spec.traced:
-                times["ddp" if run.spec.strategy == "ddp" else "bytescheduler"].append(max(typical))
-        return times
-
-    @property
-    def speedup(self) -> float | None:
-        """Step time of ``ddp`` over that of ``bytescheduler``; ``None`` unless both were timed."""
-        times = self.step_ms
-        if not all(times.values()):
-            return None
-        return statistics.mean(times["ddp"]) / statistics.mean(times["bytescheduler"])
-
     def text(self) -> str:
         """The whole report, in a few lines."""
         return "\n".join([self.headline(), *(f"  {line}" for line in self._lines())])
@@ -328,25 +294,13 @@ class CheckReport:
     def headline(self) -> str:
         """The answer in one line."""
         return {
-            "identical": f"identical{self._speed()}",
-            "rounding": f"equal to rounding{self._speed()}",
+            "identical": "identical",
+            "rounding": "equal to rounding",
             "different": f"different{self._where()}",
             "fails": f"trains under ddp, but fails under bytescheduler: {self.reason}",
             "not reproducible": f"could not check: the script is not reproducible under ddp itself{self._where()}",
             "unchecked": f"could not check: {self.reason}",
         }[self.verdict]
-
-    def _speed(self) -> str:
-        speedup = self.speedup
-        if speedup is None:
-            return ""
-        ddp = self.step_ms["ddp"]
-        noise = max(ddp) / min(ddp) - 1.0
-        if noise > _TOO_NOISY:
-            return f"; which is faster cannot be told here, as two runs of ddp differ by {noise:.0%}"
-        if abs(speedup - 1.0) <= max(noise, 0.01):
-            return f", as fast ({speedup:.2f}x, where two runs of ddp differ by {noise:.0%})"
-        return f", {speedup:.2f}x faster" if speedup > 1.0 else f", {1.0 / speedup:.2f}x slower"
 
     def _where(self) -> str:
         first, difference = self.first, self.difference
@@ -367,15 +321,10 @@ class CheckReport:
         yield f"{first.steps} steps on {first.world_size} ranks"
         if first.steps < self.steps:
             yield f"{self.steps} steps were asked for; the fit ended before"
-        if whole[0].left_out:
-            yield f"not checked: the strategy's {whole[0].left_out}, left out of all runs, as ddp has no such option"
         yield from self._what_is_equal(whole[0])
         yield from self._what_differs()
         if self.verdict == "not reproducible":
             yield "several threads may add up in another order each time: OMP_NUM_THREADS=1 may help"
-        shown = [f"{name} {' and '.join(f'{t:.1f}' for t in each)} ms" for name, each in self.step_ms.items() if each]
-        if shown:
-            yield f"a step, median of each run: {', '.join(shown)} (on this machine and link)"
         for configured in [run.first for run in whole if run.spec.strategy == "configured"][-1:]:
             yield from (f"bytescheduler's plan: {line.strip()}" for line in configured.plan.splitlines()[1:-1])
         if self.changing_metrics:
@@ -404,19 +353,8 @@ class CheckReport:
             yield f"step {first.step}: the loss on rank {first.rank} is {instead:.9g} instead of {was:.9g}"
         if first is not None and first.tensors:
             yield f"after step {first.step}, {len(first.tensors)} tensors differ: {some_of(first.tensors)}"
-        if self.again is False:
-            yield (
-                "run again, both were the same: the difference depends on timing, as where another thread or process "
-                "reads weights"
-            )
-        elif self.deferral is False:
-            yield "the difference stays when no update is deferred, so an unseen read of a weight does not explain it"
-        elif self.again:
-            tried = "nothing differs" if self.deferral else "the result changes, so most likely"
-            yield (
-                f"with no update deferred {tried}: a weight is read before the update of the last step has landed, by "
-                "code whose reads cannot be seen. With cross_barrier=False it is read in time"
-            )
+        if self.cause:
+            yield self.cause
         if difference is not None:
             yield from difference.other
             at_end = {
@@ -429,10 +367,6 @@ class CheckReport:
                 yield f"different at the end: {'; '.join(shown)}"
         if self.variant == "strict" and self.verdict == "different":
             yield "seen with each tensor behind a gate of its own; with larger buckets a neighbour's touch may hide it"
-
-
-def _median_ms(seconds: Sequence[float]) -> float:
-    return 1e3 * statistics.median(seconds[_WARM_UP:] or seconds)
 
 
 class _Ended(Exception):
@@ -449,9 +383,8 @@ def investigate(launch: Callable[[RunSpec, str], RunResult], *, steps: int, devi
     """
     runs: list[RunResult] = []
 
-    def make(why: str, strategy: StrategyName = "ddp", *, traced: bool = False) -> RunResult:
-        spec = RunSpec(strategy=strategy, steps=steps, devices=devices, traced=traced)
-        result = launch(spec, f"{why}, traced" if traced else why)
+    def make(why: str, strategy: StrategyName = "ddp") -> RunResult:
+        result = launch(RunSpec(strategy=strategy, steps=steps, devices=devices), why)
         runs.append(result)
         if result.ranks:
             return result
@@ -494,21 +427,21 @@ def _compare(
 ) -> CheckReport | None:
     """Report the difference of two runs that should be the same; ``None`` if there is none.
 
-    Both are then run again with traces, and once more with no update deferred if that can tell something.
+    A run is made with no update deferred, if that can tell something.
     """
     difference = compare(expected, actual)
     difference = replace(difference, metrics=tuple(n for n in difference.metrics if n not in changing))
     if difference.trained_alike and not difference.metrics:
         return None
-    reference, variant = expected.spec.strategy, actual.spec.strategy
-    report = CheckReport(verdict="different", difference=difference, variant=variant)
+    report = CheckReport(verdict="different", difference=difference, variant=actual.spec.strategy)
     if not difference.trained_alike and not difference.initial:  # else no step differs
-        expected = make("the first of both", reference, traced=True)
-        actual = make("the second of both", variant, traced=True)
         report.first = first_difference(expected, actual)
-        report.again = not compare(expected, actual).trained_alike
-        if report.again and reference == "ddp":
-            report.deferral = compare(expected, make("with no update deferred", "undeferred")).trained_alike
+        if expected.spec.strategy != "ddp":
+            report.cause = _READ_EARLY.format("the result changes, so most likely")
+        elif compare(expected, make("with no update deferred", "undeferred")).trained_alike:
+            report.cause = _READ_EARLY.format("nothing differs")
+        else:
+            report.cause = _READS_DO_NOT_MATTER
     return report
 
 
