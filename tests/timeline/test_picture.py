@@ -62,7 +62,7 @@ def simulated_trace(*, steps: int = 8, layers: int = 12, milliseconds_per_partit
             add(f"bucket {layer}", COMMUNICATION, begin, end, **args)
             landed[layer] = max(landed[layer], end)
         now += 0.001
-    return Trace(rank=0, origin=0.0, spans=tuple(sorted(spans, key=lambda span: (span.start, span.end))))
+    return Trace(rank=0, spans=tuple(sorted(spans, key=lambda span: (span.start, span.end))))
 
 
 def _sent(ready: dict[int, float], seconds: float) -> Iterator[tuple[int, int, float, float]]:
@@ -121,7 +121,7 @@ def test_gates_are_drawn_without_communication_too(tmp_path: Path) -> None:
     steps = with_duration(0, 0.0, 0.1)
     gate = Span(name="layer", category=GATE, start=0.0, end=0.02, lane="x")
     for name, spans in (("plain.png", steps), ("gate.png", [*steps, gate])):
-        draw_timeline(Trace(rank=0, origin=0.0, spans=spans), tmp_path / name)
+        draw_timeline(Trace(rank=0, spans=spans), tmp_path / name)
     plain, with_gate = (coloured(tmp_path / name, picture._WAIT) for name in ("plain.png", "gate.png"))
     assert with_gate > 5 * plain
 
@@ -143,7 +143,7 @@ def test_the_line_of_numbers_agrees_with_the_bars(tmp_path: Path) -> None:
         Span(name="b", category=COMMUNICATION, start=0.11, end=0.12, lane="x", args={"priority": 1, "step": 0}),
         Span(name="m", category=GATE, start=0.1, end=0.106, lane="x", args={}),
     ]
-    draw_timeline(Trace(rank=1, origin=0.0, spans=spans), tmp_path / "t.svg")
+    draw_timeline(Trace(rank=1, spans=spans), tmp_path / "t.svg")
     # 60 ms in flight: 40 under backward, 20 under forward, of which 6 at the gate; two steps.
     words = texts(tmp_path / "t.svg")
     assert "Training waits 3.0 of 100.0 ms a step for gradients" in words
@@ -165,7 +165,7 @@ def test_steps_are_chosen_as_in_range(tmp_path: Path, steps: tuple[int, int] | N
 
 
 def test_a_single_step_without_communication_is_drawn(tmp_path: Path) -> None:
-    draw_timeline(Trace(rank=4, origin=0.0, spans=with_duration(9, 1.0, 0.1)), tmp_path / "t.svg")
+    draw_timeline(Trace(rank=4, spans=with_duration(9, 1.0, 0.1)), tmp_path / "t.svg")
     assert {"Rank 4, step 9", "No communication in these steps", "none"} <= set(texts(tmp_path / "t.svg"))
 
 
@@ -177,10 +177,10 @@ def of_kind(step: int, start: float, seconds: float, kind: str) -> list[Span]:
 def test_by_default_the_steps_are_of_the_kind_that_most_are_of(tmp_path: Path) -> None:
     kinds = ["synchronised", *["as DDP's"] * 4, *["overlapped"] * 7, *["as DDP's"] * 2]
     spans = [span for step, kind in enumerate(kinds) for span in of_kind(step, 0.1 * step, 0.1, kind)]
-    draw_timeline(Trace(rank=0, origin=0.0, spans=spans), tmp_path / "t.svg")
+    draw_timeline(Trace(rank=0, spans=spans), tmp_path / "t.svg")
     assert steps_drawn(tmp_path / "t.svg") == ["step 7", "step 8", "step 9"]
     assert "Rank 0, steps 7 to 9 (overlapped)" in texts(tmp_path / "t.svg")
-    draw_timeline(Trace(rank=0, origin=0.0, spans=spans), tmp_path / "t.svg", steps=(4, 6))
+    draw_timeline(Trace(rank=0, spans=spans), tmp_path / "t.svg", steps=(4, 6))
     assert "Rank 0, steps 4 to 5 (as DDP's and overlapped)" in texts(tmp_path / "t.svg")
 
 
@@ -190,7 +190,7 @@ def test_what_ddp_waits_for_at_the_end_of_backward_is_not_hidden(tmp_path: Path)
         Span(name="all-reduce 0", category=COMMUNICATION, start=0.06, end=0.1, lane="x", args={"step": 1}),
         Span(name="gradients", category=WAIT, start=0.07, end=0.1, lane="x", args={"step": 1}),
     ]
-    draw_timeline(Trace(rank=0, origin=0.0, spans=spans), tmp_path / "t.svg")
+    draw_timeline(Trace(rank=0, spans=spans), tmp_path / "t.svg")
     assert "Training waits 30.0 of 100.0 ms a step for gradients" in texts(tmp_path / "t.svg")
 
 
@@ -222,7 +222,7 @@ def test_a_suffix_that_is_no_picture_is_refused(tmp_path: Path, name: str) -> No
 def test_a_trace_without_steps_is_refused(tmp_path: Path) -> None:
     lone = Span(name="forward", category=COMPUTE, start=0.0, end=1.0, lane="x")
     with pytest.raises(ValueError, match="nothing to draw"):
-        draw_timeline(Trace(rank=0, origin=0.0, spans=[lone]), tmp_path / "t.png")
+        draw_timeline(Trace(rank=0, spans=[lone]), tmp_path / "t.png")
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

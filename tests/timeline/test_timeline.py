@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.exceptions import OptionError
 from lightning_bytescheduler.timeline import timeline as timeline_module
 from lightning_bytescheduler.timeline.timeline import (
     COMMUNICATION,
@@ -84,8 +83,8 @@ def test_span_is_a_complete_event_in_wall_clock_microseconds(tmp_path: Path) -> 
 
 def test_overlapping_spans_are_async_pairs_of_their_own(tmp_path: Path) -> None:
     with closing(fixed(tmp_path / "t.json")) as timeline:
-        timeline.overlapping("bucket 1", QUEUE, 101.0, 103.0, lane="network", args={"step": 1})
-        timeline.overlapping("bucket 1", QUEUE, 102.0, 104.0, lane="network")
+        timeline.span("bucket 1", QUEUE, 101.0, 103.0, lane="network", args={"step": 1})
+        timeline.span("bucket 1", QUEUE, 102.0, 104.0, lane="network")
     events = recorded(timeline.path)
     assert [event["ph"] for event in events] == ["b", "e", "b", "e"]
     assert [event["ts"] - WALL * 1e6 for event in events] == [1e6, 3e6, 2e6, 4e6]
@@ -98,7 +97,7 @@ def test_ids_of_different_ranks_differ(tmp_path: Path) -> None:
     ids = []
     for rank in (0, 1):
         with closing(fixed(tmp_path / "t.json", rank=rank)) as timeline:
-            timeline.overlapping("bucket 1", QUEUE, 101.0, 103.0, lane="network")
+            timeline.span("bucket 1", QUEUE, 101.0, 103.0, lane="network")
         ids.append(recorded(timeline.path)[0]["id"])
     assert ids[0] != ids[1]
 
@@ -160,7 +159,7 @@ def test_after_every_flush_the_file_holds_exactly_what_was_recorded(recordings: 
                 timeline.span(name, COMPUTE, start, start + 1, lane=name)
                 expected.append(("X", name, start * 10**6))
             else:
-                timeline.overlapping(name, QUEUE, start, start + 1, lane=name)
+                timeline.span(name, QUEUE, start, start + 1, lane=name)
                 expected += [("b", name, start * 10**6), ("e", name, (start + 1) * 10**6)]
         timeline.close()
 
@@ -240,7 +239,7 @@ def test_threads_lose_and_repeat_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     def record(thread: int) -> None:
         start.wait()
         for i in range(500):
-            timeline.overlapping(f"{thread}.{i}", COMMUNICATION, 101.0, 102.0, lane=f"lane {thread}")
+            timeline.span(f"{thread}.{i}", COMMUNICATION, 101.0, 102.0, lane=f"lane {thread}")
             if i % 100 == 0:
                 timeline.flush()
 
@@ -347,11 +346,6 @@ def test_a_full_disk_ends_the_timeline_and_not_the_training(tmp_path: Path, capl
 )
 def test_each_rank_has_a_file_of_its_own(path: str, rank: int, expected: str) -> None:
     assert timeline_path(path, rank) == Path(expected)
-
-
-def test_negative_rank_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="rank=-1"):
-        Timeline(tmp_path / "t.json", rank=-1)
 
 
 def test_parent_directories_are_created_and_an_old_file_is_replaced(tmp_path: Path) -> None:

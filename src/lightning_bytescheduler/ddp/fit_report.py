@@ -286,7 +286,7 @@ class Record:
         }
         if sub.encoded_bytes is not None:
             args["uncompressed_bytes"] = plain_bytes
-        name, record = sub.parent.name, self.timeline.overlapping
+        name, record = sub.parent.name, self.timeline.span
         record(name, QUEUE, sub.ready_at, sub.started_at, lane="QUEUE", args=args)
         record(name, COMMUNICATION, sub.started_at, sub.finished_at, lane="COMMUNICATION", args=args)
 

@@ -694,7 +694,7 @@ class SentMessages:
 
         def end() -> None:
             lane = "COMMUNICATION"
-            timeline.overlapping(f"all-reduce {number}", COMMUNICATION, began[-1], clock(), lane=lane, args=args)
+            timeline.span(f"all-reduce {number}", COMMUNICATION, began[-1], clock(), lane=lane, args=args)
 
         def arrived(future: torch.futures.Future[object]) -> None:
             with suppress(Exception):  # the waiting code gets the error

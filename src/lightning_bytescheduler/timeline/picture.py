@@ -228,7 +228,7 @@ def _clip(trace: Trace, window: Interval) -> Trace:
         for span in trace.spans
         if span.start < end and span.end > begin
     )
-    return replace(trace, origin=trace.origin + begin, spans=tuple(spans))
+    return replace(trace, spans=tuple(spans))
 
 
 def _rows(spans: Iterable[Span]) -> list[int]:
@@ -312,28 +312,28 @@ def _mark_steps(axes: Sequence[Axes], passes: Iterable[Span], steps: Sequence[in
 
 
 def _draw_sub_tasks(ax: Axes, sent: Sequence[Span], rows: Sequence[int]) -> None:
-    from matplotlib.collections import PolyCollection
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
 
     given = [float(span.args["priority"]) for span in sent if "priority" in span.args]
     first, last = min(given, default=0.0), max(given, default=0.0)
+    colours = ScalarMappable(Normalize(first, last), "viridis")
+    shades = [colours.cmap(colours.norm(span.args.get("priority", last))) for span in sent]
     crowded = max(Counter(rows).values(), default=0) > _CROWDED
-    bars = PolyCollection(
-        [
-            [(span.start, row + 0.06), (span.start, row + 0.94), (span.end, row + 0.94), (span.end, row + 0.06)]
-            for span, row in zip(sent, rows, strict=True)
-        ],
-        edgecolors="none" if crowded else "white",
-        linewidths=0.0 if crowded else 0.4,
-        facecolors=_SENT,
+    ax.barh(
+        [row + 0.5 for row in rows],
+        [span.end - span.start for span in sent],
+        left=[span.start for span in sent],
+        height=0.88,
+        color=_SENT if first == last else shades,
+        edgecolor="white",
+        linewidth=0.0 if crowded else 0.4,
     )
-    ax.add_collection(bars, autolim=False)
     ax.set_ylim(max(rows, default=0) + 1.05, -0.05)
-    if first == last:
-        return
-    bars.set(array=[span.args.get("priority", last) for span in sent], cmap="viridis", clim=(first, last))
-    scale = ax.figure.colorbar(bars, cax=ax.inset_axes((1.012, 0.0, 0.012, 1.0)), ticks=[first, last])
-    scale.ax.set_yticklabels([f"{first:g} first layers", f"{last:g} last layers"])
-    scale.ax.invert_yaxis()
+    if first < last:
+        scale = ax.figure.colorbar(colours, cax=ax.inset_axes((1.012, 0.0, 0.012, 1.0)), ticks=[first, last])
+        scale.ax.set_yticklabels([f"{first:g} first layers", f"{last:g} last layers"])
+        scale.ax.invert_yaxis()
 
 
 def _bars(ax: Axes, times: Sequence[Interval], colour: str, label: str = "") -> None:
@@ -392,6 +392,4 @@ def _figures_of(summary: TraceSummary) -> list[tuple[str, str]]:
         ("  under forward", share(summary.under_forward)),
         ("  hidden", f"{summary.hidden_share:.0%}"),
         ("training waits", waits(summary.exposed_seconds)),
-        ("  at gates", waits(summary.gate_seconds)),
-        ("deferred steps", f"{summary.step_seconds:.3f} s"),
     ]

@@ -30,8 +30,6 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 import msgspec
 
-from lightning_bytescheduler.checks import require_whole
-
 QUEUE: Final = "queue"
 """A sub-task is ready and waits for its turn and for credit."""
 COMMUNICATION: Final = "communication"
@@ -66,11 +64,7 @@ def timeline_path(path: str | os.PathLike[str], rank: int) -> Path:
 
     Returns:
         ``path`` itself for rank 0, ``<stem>.rank<k><suffix>`` beside it for rank k > 0.
-
-    Raises:
-        OptionError: If ``rank`` is not a whole number, 0 or more.
     """
-    require_whole("rank", rank, 0)
     chosen = Path(path)
     return chosen if rank == 0 else chosen.with_name(f"{chosen.stem}.rank{rank}{chosen.suffix}")
 
@@ -89,13 +83,12 @@ class Timeline:
         path: Where to write; see ``timeline_path`` for ranks above 0. Parent directories are created, an
             existing file is replaced.
         rank: The global rank; the process id of the trace, so that the files of several ranks can be merged.
-        clock: The clock, in seconds, that the times given to ``span`` and ``overlapping`` come from.
+        clock: The clock, in seconds, that the times given to ``span`` come from.
         wall_clock: Seconds since the epoch. Read once, beside ``clock``: the timestamps written are
             wall-clock microseconds, so that the files of several hosts line up as well as their clocks do.
 
     Raises:
         OSError: If the file cannot be written; the message names it.
-        OptionError: If ``rank`` is not a whole number, 0 or more.
     """
 
     def __init__(
@@ -142,51 +135,60 @@ class Timeline:
         lane: str,
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record what one thread did; the spans of a lane must be disjoint or nest.
+        """Record something that took time.
+
+        Spans of ``QUEUE`` and ``COMMUNICATION`` may overlap others of their lane. Perfetto groups these by name and
+        chrome://tracing by lane, so name them after the task and put the step and the partition into ``args``: a name
+        per partition would give each a row of its own. Other spans of a lane must be disjoint or nest.
 
         Args:
-            name: What happened, e.g. "forward".
+            name: What happened, e.g. "forward", or the task's name.
             category: One of this module's constants, or your own.
             start: When it began, in seconds of ``clock``.
             end: When it ended, in seconds of ``clock``.
-            lane: The row it is drawn on, e.g. "training thread".
-            args: Details shown on a click; values that JSON does not know are written as their ``str``.
+            lane: The row or the group of rows it is drawn in, e.g. "training thread" or "network".
+            args: Details shown on a click; values that JSON does not know are written as their ``str``. The summary and
+                the picture read, from sub-tasks in flight, ``bytes``, ``priority`` (lowest first; left out where there
+                is none), ``step``, ``task`` and ``partition``.
         """
-        self._record("X", name, category, start, end, lane, args)
-
-    def overlapping(
-        self,
-        name: str,
-        category: str,
-        start: float,
-        end: float,
-        *,
-        lane: str,
-        args: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Record a span that may overlap others of its lane, such as a sub-task in the queue or in flight.
-
-        Perfetto groups these by name and chrome://tracing by lane, so name them after the task and put the
-        step and the partition into ``args``: a name per partition would give each a row of its own.
-
-        Args:
-            name: What happened, e.g. the task's name.
-            category: One of this module's constants, or your own.
-            start: When it began, in seconds of ``clock``.
-            end: When it ended, in seconds of ``clock``.
-            lane: The group of rows it is drawn in, e.g. "network".
-            args: As in ``span``. The summary and the picture read, from sub-tasks in flight, ``bytes``,
-                ``priority`` (lowest first; left out where there is none), ``step``, ``task`` and ``partition``.
-        """
-        self._record("b", name, category, start, end, lane, args)
-
-    def flush(self) -> None:
-        """Write everything recorded so far; does nothing after ``close``, or in a forked child."""
-        if os.getpid() != self._process:  # asked before the lock, which may have been held during the fork
-            self._events.clear()
+        if not self._recording:
             return
-        with self._flush_lock:
-            self._write_buffered()
+        encoded = []
+        if lane not in self._lanes:
+            self._lanes.setdefault(lane, next(self._lane_ids))
+            encoded.append(self._metadata("thread_name", lane, tid=self._lanes[lane]))
+        # Whole microseconds: a double resolves an epoch timestamp to 0.25 us, so a viewer that adds ts and dur may see
+        # a child end after its parent. Rounding both ends to integers keeps what nests nested.
+        begun = self._microseconds(start)
+        ended = max(begun, self._microseconds(end))
+        overlaps = category in (QUEUE, COMMUNICATION)
+        fields = {"name": name, "ph": "b" if overlaps else "X", "ts": begun, "pid": self.rank, "cat": category}
+        fields["tid"] = self._lanes[lane]
+        if overlaps:
+            # The rank is in the id, as some viewers match ids across the processes of a merged trace.
+            fields["id"] = hex(self.rank << 40 | next(self._ids))
+        else:
+            fields["dur"] = ended - begun
+        encoded.append(_encode({**fields, "args": args} if args else fields))
+        if overlaps:
+            encoded.append(_encode({**fields, "ph": "e", "ts": ended}))
+        self._events.append(b"".join(b",\n" + line for line in encoded))  # atomic: recording takes no lock
+        if len(self._events) > SPOOL_EVENTS:
+            self.flush(wait=False)  # the communication thread must not wait for another's disk
+
+    def flush(self, *, wait: bool = True) -> None:
+        """Write everything recorded so far; does nothing after ``close``, or in a forked child.
+
+        Args:
+            wait: Whether to wait for another thread that writes.
+        """
+        if os.getpid() != self._process:  # asked before the lock, which may have been held during the fork
+            self._events.clear()  # a forked child shares the file's position with its parent
+        elif self._flush_lock.acquire(blocking=wait):
+            try:
+                self._write_buffered()
+            finally:
+                self._flush_lock.release()
 
     def close(self) -> None:
         """Flush and close the file; closing again does nothing.
@@ -200,39 +202,6 @@ class Timeline:
             self._write_buffered()
             self._file.close()
         atexit.unregister(self.close)
-
-    def _record(
-        self, phase: str, name: str, category: str, start: float, end: float, lane: str, args: Mapping[str, Any] | None
-    ) -> None:
-        if not self._recording:
-            return
-        encoded = []
-        if lane not in self._lanes:
-            self._lanes.setdefault(lane, next(self._lane_ids))
-            encoded.append(self._metadata("thread_name", lane, tid=self._lanes[lane]))
-        # Whole microseconds: a double resolves an epoch timestamp to 0.25 us, so a viewer that adds ts and dur may see
-        # a child end after its parent. Rounding both ends to integers keeps what nests nested.
-        begun = self._microseconds(start)
-        ended = max(begun, self._microseconds(end))
-        fields = {"name": name, "ph": phase, "ts": begun, "pid": self.rank, "cat": category, "tid": self._lanes[lane]}
-        if phase == "X":
-            fields["dur"] = ended - begun
-        else:
-            # The rank is in the id, as some viewers match ids across the processes of a merged trace.
-            fields["id"] = hex(self.rank << 40 | next(self._ids))
-        encoded.append(_encode({**fields, "args": args} if args else fields))
-        if phase == "b":
-            encoded.append(_encode({**fields, "ph": "e", "ts": ended}))
-        self._events.append(b"".join(b",\n" + line for line in encoded))  # atomic: recording takes no lock
-        # One thread spools and the others go on: the communication thread must not wait for another's disk.
-        if len(self._events) > SPOOL_EVENTS:
-            if os.getpid() != self._process:  # a forked child shares the file's position with its parent
-                self._events.clear()
-            elif self._flush_lock.acquire(blocking=False):
-                try:
-                    self._write_buffered()
-                finally:
-                    self._flush_lock.release()
 
     def _write_buffered(self) -> None:
         """Write the buffer. The caller holds the lock, so no other thread pops."""
@@ -370,8 +339,6 @@ class TraceSummary:
         hidden_share: Share of ``communication_seconds`` during a forward or backward pass that was not
             waiting, from 0 to 1; 0 without communication.
         exposed_seconds: Time in which training waited for gradients, as the log and the metrics have it.
-        gate_seconds: Part of it at gates.
-        step_seconds: Time spent in deferred optimizer steps.
         total_bytes: Bytes of all sub-tasks sent.
         sub_tasks: Number of sub-tasks sent.
         steps: Number of training steps with compute or communication in the trace.
@@ -384,8 +351,6 @@ class TraceSummary:
     under_backward: float
     hidden_share: float
     exposed_seconds: float
-    gate_seconds: float
-    step_seconds: float
     total_bytes: int
     sub_tasks: int
     steps: int
@@ -398,12 +363,10 @@ class Trace:
 
     Attributes:
         rank: The rank that recorded it.
-        origin: When its first event began, in seconds since the epoch; all other times count from there.
         spans: All spans, by start.
     """
 
     rank: int
-    origin: float
     spans: Sequence[Span]
 
     def kinds(self) -> dict[int, str]:
@@ -443,8 +406,6 @@ class Trace:
             under_backward=length(cover.backward),
             hidden_share=hidden / seconds if seconds else 0.0,
             exposed_seconds=length(intervals(self.waits())),
-            gate_seconds=length(intervals(self.select(GATE))),
-            step_seconds=length(covered(self.select(STEP))),
             total_bytes=round(sum(span.args.get("bytes", 0) for span in sent)),
             sub_tasks=len(sent),
             steps=len({span.step for span in [*sent, *self.select(COMPUTE)]} - {None}),
@@ -510,7 +471,6 @@ def read_timeline(path: str | os.PathLike[str]) -> Trace:
     ]
     return Trace(
         rank=ranks.pop(),
-        origin=origin / 1e6,
         spans=tuple(sorted(spans, key=lambda span: (span.start, span.end))),
     )
 
