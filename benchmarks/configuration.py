@@ -7,21 +7,31 @@ from dataclasses import dataclass
 from benchmarks.contenders import DDP_BUCKETS
 from benchmarks.delayed_link import PAYLOAD_SHARE
 from benchmarks.emulation import scaled
-from lightning_bytescheduler.simulation.link import LinkModel
-from lightning_bytescheduler.simulation.prediction import chosen_schedule
-from lightning_bytescheduler.simulation.profiles import ModelProfile, network_profile
-from lightning_bytescheduler.simulation.simulator import Schedule, ddp_bound, lower_bound, simulate
+from lightning_bytescheduler.predicting.link import LinkModel
+from lightning_bytescheduler.predicting.prediction import chosen_schedule
+from lightning_bytescheduler.predicting.profiles import ModelProfile, network_profile
+from lightning_bytescheduler.predicting.simulator import Schedule, lower_bound, prefixes, simulate
 
-__all__ = ["Configuration"]
+__all__ = ["Configuration", "ddp_bound"]
 
 _PAYLOAD_SHARE = 1448 / 1514  # of an Ethernet frame: what a token bucket lets through, and what is TCP's payload
+
+
+def ddp_bound(profile: ModelProfile, link: LinkModel) -> float:
+    """Seconds that a step takes at least if it waits for all gradients, as DDP does.
+
+    ``T >= F + max over k of (r_k + C_k)``, in the notation of ``simulator``: the forward pass starts when all gradients
+    have arrived. Attained by sending gradients as they come.
+    """
+    arrived = max([profile.backward_seconds, *(arrived for arrived, _ in prefixes(profile, link))])
+    return arrived + profile.forward_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
     """What is emulated."""
 
-    network: str  # name of a profile, see ``simulation.NETWORKS``
+    network: str  # name of a profile, see ``profiles.NETWORKS``
     ratio: float  # communication time over compute time
     workers: int = 4
     mbit: float = 500.0  # of each worker's link

@@ -26,7 +26,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_bytescheduler.simulation.profiles import LayerProfile, ModelProfile
+from lightning_bytescheduler.predicting.profiles import LayerProfile, ModelProfile
 
 __all__ = ["Accelerator", "EmulatedModel", "scaled"]
 

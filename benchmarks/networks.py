@@ -27,7 +27,7 @@ from benchmarks.rank import Moments, fit
 from benchmarks.ranks import Job, MeasurementFailed, Place, by_contender
 from benchmarks.record import Record, Results, record
 from benchmarks.shaped_link import ShapedLink
-from lightning_bytescheduler.simulation.profiles import NETWORKS
+from lightning_bytescheduler.predicting.profiles import NETWORKS
 
 _WARM_UP_STEPS = 5
 _DDP = ["ddp", *(f"ddp, {size} MB buckets" for size in DDP_BUCKETS)]

@@ -21,7 +21,7 @@ __all__ = ["House", "grown", "lines_of_code", "main"]
 PACKAGE = Path(__file__).parents[1] / "src" / "lightning_bytescheduler"
 FIGURES = Path(__file__).with_suffix(".toml")
 # Rooms that have one budget.
-TOGETHER = {"checking": "tools", "predicting": "tools", "simulation": "tools", "timeline": "tools"}
+TOGETHER = {"checking": "tools", "predicting": "tools", "timeline": "tools"}
 SHOWN = 5
 
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from lightning_bytescheduler.ddp.strategy import ByteSchedulerStrategy as ByteSchedulerStrategy
     from lightning_bytescheduler.diloco.performance_monitor import PerformanceMonitor as PerformanceMonitor
     from lightning_bytescheduler.diloco.strategy import DiLoCoStrategy as DiLoCoStrategy
+    from lightning_bytescheduler.predicting.link import LinkModel as LinkModel
     from lightning_bytescheduler.predicting.predict import predict as predict
-    from lightning_bytescheduler.simulation.link import LinkModel as LinkModel
-    from lightning_bytescheduler.simulation.prediction import Prediction as Prediction
+    from lightning_bytescheduler.predicting.prediction import Prediction as Prediction
     from lightning_bytescheduler.slices.data_module import SliceDataModule as SliceDataModule
     from lightning_bytescheduler.tuning.credit_tuner import CreditTuner as CreditTuner
 
@@ -34,10 +34,10 @@ _IMPORTED_AT_FIRST_USE = {
     "CheckReport": "checking.report",
     "CreditTuner": "tuning.credit_tuner",
     "DiLoCoStrategy": "diloco.strategy",
-    "LinkModel": "simulation.link",
+    "LinkModel": "predicting.link",
     "OverlapPlan": "ddp.fit_report",
     "PerformanceMonitor": "diloco.performance_monitor",
-    "Prediction": "simulation.prediction",
+    "Prediction": "predicting.prediction",
     "PushPullStore": "collectives.push_pull_store",
     "SchedulerStatistics": "ddp.fit_report",
     "SliceDataModule": "slices.data_module",

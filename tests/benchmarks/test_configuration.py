@@ -13,7 +13,7 @@ from benchmarks.configuration import Configuration
 from benchmarks.contenders import POLICIES, contender
 from benchmarks.emulation import Accelerator, EmulatedLayer, EmulatedModel, scaled
 from lightning_bytescheduler.ddp.reads import Reads
-from lightning_bytescheduler.simulation.profiles import NETWORKS, LayerProfile, network_profile
+from lightning_bytescheduler.predicting.profiles import NETWORKS, LayerProfile, network_profile
 
 
 @pytest.mark.parametrize("network", NETWORKS)

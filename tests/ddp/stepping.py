@@ -17,21 +17,13 @@ __all__ = ["Batches", "Clock", "Stepping"]
 
 
 class Clock:
-    """Moves only when told to, and by ``cost`` each time it is read: watching is not for nothing."""
+    """Moves only when told to."""
 
-    def __init__(self, cost: float = 0.0) -> None:
+    def __init__(self) -> None:
         self.now = 0.0
-        self.cost = cost
-
-    def moment(self) -> float:
-        self.now += self.cost
-        return self.now
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(predict_module, "DeviceClock", lambda device: self)
+        monkeypatch.setattr(predict_module, "_moment", lambda device: self.now)
         monkeypatch.setattr(predict_module, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def __deepcopy__(self, memo: Any) -> Clock:

@@ -48,7 +48,7 @@ def test_nothing_heavy_is_imported_at_once(file: Path) -> None:
         assert not serving.intersection(modules_imported_at_once(file))
 
 
-@pytest.mark.parametrize("room", ["scheduler", "simulation", "timeline", "tuning"])
+@pytest.mark.parametrize("room", ["predicting", "scheduler", "timeline", "tuning"])
 def test_pure_rooms_wait_for_no_numpy_either(room: str) -> None:
     for file in (PACKAGE / room).glob("*.py"):
         assert "numpy" not in set(imported_at_once(file)), file

@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.simulation.link import LinkModel
-from lightning_bytescheduler.simulation.profiles import ModelProfile
-from lightning_bytescheduler.simulation.simulator import ddp_bound, lower_bound
-from tests.simulation.profiles import links, model, models, plain_link, unhurried
+from benchmarks.configuration import ddp_bound
+from lightning_bytescheduler.predicting.link import LinkModel
+from lightning_bytescheduler.predicting.profiles import ModelProfile
+from lightning_bytescheduler.predicting.simulator import lower_bound
+from tests.predicting.profiles import links, model, models, plain_link, unhurried
 
 BOUNDS = [lower_bound, ddp_bound]
 CLOSE = 1 + 1e-9
@@ -59,14 +60,6 @@ def test_bounds_grow_with_what_makes_a_network_slow(
     )
     for bound in BOUNDS:
         assert bound(profile, link) <= bound(profile, slower) * CLOSE
-
-
-@unhurried
-@given(profile=models)
-def test_a_lone_worker_only_computes(profile: ModelProfile) -> None:
-    link = LinkModel(workers=1, bandwidth=1.0, latency=3.0)
-    for bound in BOUNDS:
-        assert bound(profile, link) == pytest.approx(profile.compute_seconds)
 
 
 def test_order_alone_wins_a_third_at_most() -> None:

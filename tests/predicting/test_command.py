@@ -85,7 +85,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_what_can_be_named(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", *argv, *LINK, "--device", "cpu", "--steps", "1"]) == 0
+    assert main(["predict", *argv, *LINK]) == 0
     output = capsys.readouterr().out
     assert "4 workers, 500 Mbit/s each way, 0.2 ms a hop" in " ".join(output.split())
     for start in ("Recommended:", "A step takes", "What limits:", "* Another training", "Not modelled:"):
@@ -93,7 +93,7 @@ def test_what_can_be_named(argv: list[str], capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", "advised:both", *LINK, "--device", "cpu", "--steps", "1"]) == 0
+    assert main(["predict", "advised:both", *LINK]) == 0
     answer, table_text, *_ = capsys.readouterr().out.split("\n\n")
     assert answer.startswith("Recommended: ")
     title, *table = table_text.splitlines()
@@ -107,7 +107,7 @@ def test_the_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_picture(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     files = ["--png", "a.png", "--gradient-clip-val", "0.5", "--precision", "bf16-mixed"]
-    assert main(["predict", "advised:both", *LINK, *files, "--device", "cpu", "--steps", "1"]) == 0
+    assert main(["predict", "advised:both", *LINK, *files]) == 0
     assert (project / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "because of gradient norm clipping" in capsys.readouterr().out
 
@@ -120,7 +120,7 @@ def test_a_picture(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
             ["advised:both", *LINK, "--compute", "1ms"],
             "--compute='1ms' is not allowed: --compute must be left out where a",
         ),
-        (["--profile", "uniform", *LINK, "--device", "cpu"], "--device must be left out where no module is"),
+        (["--profile", "uniform", *LINK, "--precision", "16-mixed"], "--precision must be left out where no module is"),
         (["advised", *LINK], "target='advised' is not allowed"),
         (["advised:absent", *LINK], "a name that advised has"),
         (["not_there:make", *LINK], "not_there"),
@@ -136,13 +136,11 @@ def test_a_picture(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["advised:both", "--workers", "2", "--bandwidth", "fast"], "--bandwidth='fast' is not allowed"),
         (["advised:both", "--workers", "2", "--bandwidth", "0mbit"], "--bandwidth='0mbit'"),
         (["advised:both"], "--bandwidth is missing, such as"),
-        (["advised:both", *LINK, "--steps", "0"], "steps=0"),
         (["advice.py:both", *LINK], "target='advice.py:both' is not allowed: target must be in a file that is there"),
         (["advised:both", *LINK, "--precision", "fp17"], "'fp17'"),
         (["advised:quits", *LINK], "ended the process (exit code 3)"),
         (["advised:both", *LINK, "--png", "/dev/null/a.png"], "'/dev/null' is none"),
-        (["advised:both", *LINK, "--device", "abacus"], "--device='abacus'"),
-        (["advised:both", *LINK, "--steps", "1", "--device", "cpu", "--png", "a.xyz"], "a.xyz"),
+        (["advised:both", *LINK, "--png", "a.xyz"], "a.xyz"),
     ],
 )
 def test_bad_input_is_one_line(argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,7 +212,7 @@ def test_the_documentation_says_what_it_prints(capsys: pytest.CaptureFixture[str
 
 def test_it_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("lightning_bytescheduler.simulation.prediction._POINTS", 1)  # to be quick
+    monkeypatch.setattr("lightning_bytescheduler.predicting.prediction._POINTS", 1)  # to be quick
     assert main(["predict", "--profile", "uniform", *FAST, "--png", str(tmp_path / "p.png")]) == 0
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
@@ -252,7 +250,7 @@ def test_help_names_the_networks(capsys: pytest.CaptureFixture[str]) -> None:
             "--latency='20' is not allowed: --latency must be a time with its unit, such as 20ms",
         ),
         (["--profile", "vgg16", *FAST, "--latency", "20mbit"], "--latency='20mbit'"),
-        (["--profile", "vgg16", *FAST, "--compute", "0s"], "--compute='0s'"),
+        (["--profile", "vgg16", *FAST, "--compute", "0s"], "--compute=0.0 is not allowed"),
         (["--profile", "vgg16", *FAST, "--policy", "fifo"], "there is no option --policy"),
         (["--profile", "uniform", *FAST, "--png", "{file}.xyz"], "{file}.xyz"),
     ],

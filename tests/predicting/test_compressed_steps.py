@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_bytescheduler.simulation.link import CODECS, LinkModel, compressed_link
+from lightning_bytescheduler.predicting.link import CODECS, LinkModel, compressed_link
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -13,8 +13,3 @@ def test_it_pays_below_the_link_that_is_as_fast_as_the_codec_and_not_above(name:
     for factor in (0.5, 0.95, 1.05, 4.0):
         link = LinkModel(workers=4, bandwidth=factor * even)
         assert (compressed_link(link, CODECS[name]).seconds_per_byte < link.seconds_per_byte) == (factor < 1)
-
-
-def test_one_worker_has_nothing_to_compress() -> None:
-    alone = LinkModel(workers=1, bandwidth=1e6)
-    assert compressed_link(alone, CODECS["int4"]) == alone

@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bytescheduler import OptionError, UnsupportedError
 from lightning_bytescheduler.predicting.predict import BETWEEN_STEPS, UNUSED, measure_step, repeated
-from lightning_bytescheduler.simulation.prediction import MeasuredStep
+from lightning_bytescheduler.predicting.prediction import MeasuredStep
 from tests.ddp.stepping import Batches, Clock, Stepping
 from tests.support.models import Tower
 
@@ -69,14 +69,6 @@ def test_layers_bytes_and_times(clock: Clock) -> None:
     assert measured.between_steps == 0.5
     assert measured.compressed_share == 0.5
     assert measured.synchronised_because == measured.norm_needed_by == ()
-
-
-def test_what_watching_costs_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(cost=1.0)
-    clock.install(monkeypatch)
-    measured = measure(Stepping(clock), Batches(clock))
-    # A step that is only timed reads the clock four times. That, and 71.5 seconds of its own.
-    assert measured.profile.compute_seconds == pytest.approx(75.5)
 
 
 class OneLayerTwice(Stepping):
@@ -344,7 +336,7 @@ def test_a_data_module_is_as_it_was() -> None:
 
 class FailsInStep(Noisy):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        if len(self.kept) == 10:  # a step that is watched
+        if len(self.kept) == 5:  # a step that is measured
             raise ValueError("of the user")
         return super().training_step(batch, batch_idx)
 
@@ -407,12 +399,6 @@ def test_metrics_of_a_validation_are_not_missed() -> None:
 # Misuse.
 
 
-class NoStep(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-
-
 class Manual(Tower):
     def __init__(self) -> None:
         super().__init__()
@@ -449,7 +435,6 @@ class SteppedByClosure(Tower):
     ("module", "data", "error", "message"),
     [
         (nn.Linear(1, 1), None, OptionError, "module=Linear.* must be a LightningModule"),
-        (NoStep(), None, OptionError, "module='NoStep'.*with a training_step"),
         (Stepping(Clock()), None, OptionError, "data=None.*as the module has no train_dataloader"),
         (Tower(), 3, OptionError, "data=3"),
         (Tower(), iter(()), OptionError, "too few to measure"),

@@ -10,7 +10,7 @@ import torch
 import lightning_bytescheduler
 from lightning_bytescheduler import LinkModel, OptionError, Prediction, predict
 from lightning_bytescheduler.predicting.predict import _device
-from lightning_bytescheduler.simulation.prediction import BYTESCHEDULER, DDP
+from lightning_bytescheduler.predicting.prediction import BYTESCHEDULER, DDP
 from tests.ddp.stepping import Batches, Clock, Stepping
 from tests.support.models import Tower
 
@@ -44,8 +44,7 @@ def test_a_model_on_a_link(clock: Clock) -> None:
 def test_cuda_is_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert _device("cuda") == _device(None) == torch.device("cuda", 3)
-    assert _device("cuda:1") == torch.device("cuda", 1)
+    assert _device() == torch.device("cuda", 3)
 
 
 def test_clipping_is_as_for_the_trainer(clock: Clock) -> None:
@@ -64,19 +63,16 @@ def test_precision_is_as_for_the_trainer() -> None:
         def __deepcopy__(self, memo: Any) -> Any:
             return Module()
 
-    assert predict(Module(), link=SLOW, precision="bf16-mixed", device="cpu", steps=1).measured.compressed_share == 0.5
+    assert predict(Module(), link=SLOW, precision="bf16-mixed", steps=1).measured.compressed_share == 0.5
     assert set(seen) == {True}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"link": LinkModel(workers=1, bandwidth=2.0)}, "workers=1 .* 2 or more: one worker exchanges nothing"),
         ({"link": "500mbit"}, "link='500mbit' .* a LinkModel, such as"),
         ({"link": SLOW, "steps": 0}, "steps=0"),
         ({"link": SLOW, "steps": True}, "steps=True"),
-        ({"link": SLOW, "device": "abacus"}, "device='abacus'"),
-        ({"link": SLOW, "device": "meta"}, "device='meta'"),
     ],
 )
 def test_bad_options_are_named_before_anything_is_trained(options: dict[str, Any], message: str) -> None:
@@ -86,12 +82,6 @@ def test_bad_options_are_named_before_anything_is_trained(options: dict[str, Any
 
     with pytest.raises(OptionError, match=message):
         predict(Untouched(), **options)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_that_is_not_there() -> None:
-    with pytest.raises(OptionError, match=r"device='cuda' .* 'cpu', as torch finds no CUDA device here"):
-        predict(Tower(), link=SLOW, device="cuda")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")

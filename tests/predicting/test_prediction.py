@@ -12,8 +12,8 @@ from hypothesis import given, settings
 
 from benchmarks.configuration import Configuration
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.simulation.link import LinkModel
-from lightning_bytescheduler.simulation.prediction import (
+from lightning_bytescheduler.predicting.link import LinkModel
+from lightning_bytescheduler.predicting.prediction import (
     BF16,
     BYTESCHEDULER,
     DDP,
@@ -26,9 +26,9 @@ from lightning_bytescheduler.simulation.prediction import (
     chosen_schedule,
     predict,
 )
-from lightning_bytescheduler.simulation.profiles import LayerProfile, ModelProfile, network_profile
-from lightning_bytescheduler.simulation.simulator import lower_bound, simulate
-from tests.simulation.profiles import links, models
+from lightning_bytescheduler.predicting.profiles import LayerProfile, ModelProfile, network_profile
+from lightning_bytescheduler.predicting.simulator import lower_bound, simulate
+from tests.predicting.profiles import links, models
 
 GIGABIT = 1e9 / 8
 CLOSE = 1 + 1e-9
@@ -157,11 +157,6 @@ def test_the_bound_holds_for_the_built_in_networks() -> None:
             best = predict(profile, link).of(BYTESCHEDULER).step_seconds
             bound = lower_bound(profile, link)
             assert bound / CLOSE <= best <= 1.1 * bound
-
-
-def test_one_worker_needs_no_network() -> None:
-    with pytest.raises(OptionError, match=r"workers=1 .* one worker exchanges nothing"):
-        of(workers=1)
 
 
 # The words.
@@ -315,7 +310,7 @@ def test_an_unknown_strategy_is_named() -> None:
 @pytest.fixture
 def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("lightning_bytescheduler.simulation.prediction._POINTS", 1)  # to be quick
+    monkeypatch.setattr("lightning_bytescheduler.predicting.prediction._POINTS", 1)  # to be quick
 
 
 @pytest.mark.usefixtures("few_points")
@@ -340,7 +335,7 @@ def test_a_picture_is_about_the_given_network(tmp_path: Path, monkeypatch: pytes
         seen.append(link)
         return predict(model, link)
 
-    monkeypatch.setattr("lightning_bytescheduler.simulation.prediction.predict", noted)
+    monkeypatch.setattr("lightning_bytescheduler.predicting.prediction.predict", noted)
     found.draw(tmp_path / "p.svg")
     assert [link.bandwidth for link in seen] == pytest.approx([6.25e6, 62.5e6, 625e6])
     assert {link.workers for link in seen} == {6}
@@ -352,7 +347,7 @@ def test_a_picture_leads_with_one_machine_where_that_is_best(tmp_path: Path) -> 
     found = predict(UNIFORM, LinkModel(workers=4, bandwidth="10Mbit/s", latency="20ms"))
     found.draw(tmp_path / "p.svg")
     drawn = (tmp_path / "p.svg").read_text(encoding="utf-8")
-    assert "Train on one machine: 4 workers are slower" in drawn
+    assert "Recommended: train on one machine" in drawn
     assert "bandwidth of each worker" in drawn
     assert "(Mbit/s)" in drawn
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.simulation.profiles import NETWORKS, LayerProfile, ModelProfile, network_profile
-from tests.simulation.profiles import CONTRIVED, models, unhurried
+from lightning_bytescheduler.predicting.profiles import NETWORKS, LayerProfile, ModelProfile, network_profile
+from tests.predicting.profiles import CONTRIVED, models, unhurried
 
 LAYER = {"name": "fc", "parameter_bytes": 8, "forward_seconds": 0.5, "backward_seconds": 1}
 

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.simulation.link import LinkModel
-from lightning_bytescheduler.simulation.profiles import ModelProfile
-from lightning_bytescheduler.simulation.simulator import Schedule, ddp_bound, lower_bound, simulate
-from tests.simulation.profiles import (
+from benchmarks.configuration import ddp_bound
+from lightning_bytescheduler.predicting.link import LinkModel
+from lightning_bytescheduler.predicting.profiles import ModelProfile
+from lightning_bytescheduler.predicting.simulator import Schedule, lower_bound, simulate
+from tests.predicting.profiles import (
     links,
     model,
     models,

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_bytescheduler.checks import parameters_in
 from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.simulation.link import (
+from lightning_bytescheduler.predicting.link import (
     LinkModel,
     duration_in_words,
     rate_in_words,

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from lightning_bytescheduler.simulation.profiles import ModelProfile, network_profile
-from lightning_bytescheduler.simulation.simulator import Schedule
-from tests.simulation.profiles import model, models, schedules, unhurried
+from lightning_bytescheduler.predicting.profiles import ModelProfile, network_profile
+from lightning_bytescheduler.predicting.simulator import Schedule
+from tests.predicting.profiles import model, models, schedules, unhurried
 
 MIB = 1024 * 1024
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from lightning_bytescheduler.simulation.link import LinkModel
-from lightning_bytescheduler.simulation.profiles import ModelProfile, network_profile
-from lightning_bytescheduler.simulation.simulator import Schedule, ddp_bound, lower_bound, simulate
-from tests.simulation.profiles import links, model, models, plain_link, sizes, unhurried
+from benchmarks.configuration import ddp_bound
+from lightning_bytescheduler.predicting.link import LinkModel
+from lightning_bytescheduler.predicting.profiles import ModelProfile, network_profile
+from lightning_bytescheduler.predicting.simulator import Schedule, lower_bound, simulate
+from tests.predicting.profiles import links, model, models, plain_link, sizes, unhurried
 
 FIFO = Schedule()  # without a window all is sent as it comes
 

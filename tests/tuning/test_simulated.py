@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_bytescheduler.simulation.link import LinkModel
-from lightning_bytescheduler.simulation.profiles import NETWORKS, ModelProfile, network_profile
-from lightning_bytescheduler.simulation.simulator import Schedule, simulate
+from lightning_bytescheduler.predicting.link import LinkModel
+from lightning_bytescheduler.predicting.profiles import NETWORKS, ModelProfile, network_profile
+from lightning_bytescheduler.predicting.simulator import Schedule, simulate
 from lightning_bytescheduler.tuning.sizes import (
     PLAIN_DDP,
     LinkEstimate,

@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_bytescheduler.checks import did_you_mean, named, parameters_in, require_whole
+from lightning_bytescheduler.checks import did_you_mean, named, parameters_in
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, UnsupportedError
-from lightning_bytescheduler.simulation.link import RATES, TIMES, LinkModel, require_duration
-from lightning_bytescheduler.simulation.prediction import MeasuredStep, Prediction, predict
-from lightning_bytescheduler.simulation.profiles import NETWORKS, ModelProfile, network_profile, profile_of_size
+from lightning_bytescheduler.predicting.link import RATES, TIMES, LinkModel, require_duration
+from lightning_bytescheduler.predicting.prediction import MeasuredStep, Prediction, predict
+from lightning_bytescheduler.predicting.profiles import NETWORKS, ModelProfile, network_profile, profile_of_size
 
 _OF_PROFILES = ("profile", "compute")
-_OF_MODULES = ("device", "precision", "steps")
+_OF_MODULES = ("precision",)
 _OF_LINKS = ("workers", "bandwidth", "latency", "servers")
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true", "32", "16", "bf16", "64")
 _GPT = ("gpt", "gpt2", "gpt2small")  # other names of `transformer`
@@ -58,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bandwidth", "--link", metavar="RATE", help=f"rate of each worker's link, each way: {RATES} (required)")
     add("--latency", metavar="TIME", help=f"time of one hop, half of what ping shows, such as {TIMES} (default: 0)")
     add("--servers", type=int, metavar="K", help="say what K parameter servers on spare machines bring (default: none)")
-    add("--device", metavar="DEVICE", help="cpu, cuda or one GPU, such as cuda:1 (default: cuda if there is one)")
     add(
         "--precision",
         choices=_PRECISIONS,
@@ -71,7 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="V",
         help="as for the Trainer, where it clips by the norm (default: gradients are not clipped)",
     )
-    add("--steps", type=int, metavar="N", help="how many steps to time (default: 10)")
     add(
         "--png",
         metavar="OUT",
@@ -104,7 +102,7 @@ def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]
     if not measures and options.profile is None:
         raise _missing("--profile", "or the MODULE:NAME of a module to measure, such as train.py:Model")
     link = _link(options)
-    with named(target="target", module="module", data="data"):
+    with named(target="target", module="module", data="data", compute_seconds="--compute"):
         prediction = _of_module(options, link) if measures else _of_profile(options, link)
     if options.png is not None:
         prediction.draw(options.png)
@@ -131,10 +129,7 @@ def _missing(option: str, such_as: str) -> OptionError:
 def _of_profile(options: argparse.Namespace, link: LinkModel) -> Prediction:
     profile = profile_of(options.profile)
     if options.compute is not None:
-        compute = require_duration("--compute", options.compute)
-        if not compute:
-            raise OptionError("--compute", options.compute, f"a time above 0, such as {TIMES}")
-        profile = profile.scaled_to(compute)
+        profile = profile.scaled_to(require_duration("--compute", options.compute))
     clips = ("gradient norm clipping",) if options.gradient_clip_val else ()
     measured = MeasuredStep(profile=profile, norm_needed_by=clips)
     return predict(measured, link)
@@ -161,7 +156,6 @@ def profile_of(text: str) -> ModelProfile:
 
 
 def _of_module(options: argparse.Namespace, link: LinkModel) -> Prediction:
-    steps = 10 if options.steps is None else require_whole("--steps", options.steps, 1)
     target = load_target(options.target)  # decides which Lightning package is used
     from lightning_bytescheduler.lightning_api import pl
     from lightning_bytescheduler.predicting.predict import predict as measure
@@ -173,15 +167,8 @@ def _of_module(options: argparse.Namespace, link: LinkModel) -> Prediction:
                 allowed = "a function that returns a LightningModule, or a pair of one and its data"
                 raise OptionError("target", options.target, allowed)
             module, data = module
-        return measure(
-            module,
-            data,
-            link=link,
-            device=options.device,
-            precision=options.precision,
-            gradient_clip_val=options.gradient_clip_val,
-            steps=steps,
-        )
+        clips = options.gradient_clip_val
+        return measure(module, data, link=link, precision=options.precision, gradient_clip_val=clips)
 
 
 @contextlib.contextmanager

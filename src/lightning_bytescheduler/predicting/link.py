@@ -43,7 +43,7 @@ class LinkModel:
     numbers.
 
     Attributes:
-        workers: How many take part.
+        workers: How many take part, 2 or more.
         bandwidth: Bytes per second of each worker's link, in each direction.
         latency: Seconds of one hop, from one worker to another.
         servers: Number of parameter servers on spare machines, at most one for each worker; ``None`` without any.
@@ -60,7 +60,7 @@ class LinkModel:
     def __init__(
         self, *, workers: int, bandwidth: float | str, latency: float | str = 0.0, servers: int | None = None
     ) -> None:
-        object.__setattr__(self, "workers", require_whole("workers", workers, 1))
+        object.__setattr__(self, "workers", require_whole("workers", workers, 2))
         object.__setattr__(self, "bandwidth", require_rate("bandwidth", bandwidth))
         object.__setattr__(self, "latency", require_duration("latency", latency))
         if servers is not None and require_whole("servers", servers, 1) > workers:
@@ -76,21 +76,21 @@ class LinkModel:
     def seconds_per_byte(self) -> float:
         """How long reducing one byte occupies the link."""
         n, k = self.workers, self.servers
-        if k is not None and n > 1:
+        if k is not None:
             return 2 * n * (n - 1) / (n * n + k * n - 2 * k) / self.bandwidth / (1 - _IDLE_WITH_SERVERS)
-        return 2 * (self.workers - 1) / self.workers / self.bandwidth
+        return 2 * (n - 1) / n / self.bandwidth
 
     @property
     def latency_seconds(self) -> float:
         """Latency of a whole all-reduce, or of a push and a pull: what they take beyond occupying the link."""
-        return 2 * self.latency * (self.workers - 1 if self.servers is None else min(self.workers - 1, 1))
+        return 2 * self.latency * (self.workers - 1 if self.servers is None else 1)
 
 
 def network_in_words(link: LinkModel) -> str:
     """For example ``4 workers, 500 Mbit/s each way, 0.2 ms a hop``."""
     hop = f", {duration_in_words(link.latency)} a hop" if link.latency else ""
     servers = "" if link.servers is None else f" and {link.servers:,} spare server{'s' * (link.servers > 1)}"
-    return f"{link.workers:,} worker{'s' * (link.workers > 1)}{servers}, {rate_in_words(link.bandwidth)} each way{hop}"
+    return f"{link.workers:,} workers{servers}, {rate_in_words(link.bandwidth)} each way{hop}"
 
 
 class Codec(NamedTuple):
@@ -112,8 +112,6 @@ CODECS = {"int8": Codec(3.94, 0.83e-9), "int4": Codec(7.53, 1.14e-9)}
 def compressed_link(link: LinkModel, codec: Codec) -> LinkModel:
     """Return a link on which uncompressed gradients take as long as compressed ones on ``link``."""
     exact = link.seconds_per_byte
-    if not exact:
-        return link
     return replace(link, bandwidth=link.bandwidth * exact / max(exact / codec.ratio, codec.seconds_per_byte))
 
 

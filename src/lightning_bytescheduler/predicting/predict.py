@@ -5,15 +5,13 @@ changes only the copy. The random state of the process and the generators of a d
 callbacks and the end of an epoch are left out, as checkpoints and validation metrics are not wanted here. The user's
 batches are repeated as often as needed, on one device. A callback notes how far each step has come.
 
-After some steps of warm-up come steps that are only timed. Then hooks are set, which may make torch compile anew, and
-after another warm-up come steps that are watched. A watched step notes when each module is first called in the forward
-pass, and when each gradient is complete. Times are those of the device (``DeviceClock``), so they tell when work was
-done, not when it was requested.
+After some steps of warm-up come steps that are watched: hooks note when each module is first called in the forward
+pass, and when each gradient is complete, which costs microseconds. Times are those of the device, so they
+tell when work was done, not when it was requested. The step with the median time counts.
 
 The profile has the layers in the order of first use. A parameter that is read by other code than its module's, or in
 compiled code, is taken to be used as long before the end of the forward pass as its gradient comes after the start of
-the backward pass. Watched steps give each layer's share of both passes. The times of the passes, and of the step, come
-from steps that were not watched. The rest of a step is placed where it falls in distributed training. The time of
+the backward pass. The rest of a step is placed where it falls in distributed training. The time of
 weight updates is split among layers by their bytes, and goes before the forward pass of each. Other time, such as
 waiting for data, goes between two steps, where no gradient is needed.
 """
@@ -27,7 +25,7 @@ import logging
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,11 +50,11 @@ from lightning_bytescheduler.lightning_api import (
     isolate_rng,
     pl,
 )
+from lightning_bytescheduler.predicting import prediction
+from lightning_bytescheduler.predicting.link import LinkModel
+from lightning_bytescheduler.predicting.prediction import MeasuredStep, Prediction
+from lightning_bytescheduler.predicting.profiles import LayerProfile, ModelProfile
 from lightning_bytescheduler.registration import require_same_package
-from lightning_bytescheduler.simulation import prediction
-from lightning_bytescheduler.simulation.link import LinkModel
-from lightning_bytescheduler.simulation.prediction import MeasuredStep, Prediction
-from lightning_bytescheduler.simulation.profiles import LayerProfile, ModelProfile
 
 BETWEEN_STEPS = "(between steps)"
 UNUSED = "(unused)"
@@ -65,6 +63,7 @@ _WARM_UP_STEPS = 3
 _MOMENTS = 4  # of a step
 _COMPRESSED_WIDTH = 2  # bytes of a bf16 value
 _MOST_STEPS_FOR_EACH = 10
+_MOST_PASSES = 1000  # over the data; of an empty one, too
 _ACCELERATORS = {"cpu": "cpu", "cuda": "gpu"}
 
 
@@ -73,12 +72,13 @@ def predict(
     data: Any = None,
     *,
     link: LinkModel,
-    device: str | torch.device | None = None,
     precision: Any = None,
     gradient_clip_val: float | None = None,
     steps: int = 10,
 ) -> Prediction:
     """Measure a few training steps, and predict their time with each strategy on a network.
+
+    Steps are taken on the current GPU, or the processor if there is none; ``CUDA_VISIBLE_DEVICES`` chooses.
 
     Training runs on a copy: the module and the random state are left unchanged, and only a loader's own generator goes
     on. A module compiled in place with ``Module.compile()`` runs uncompiled. Print the result, or use its figures.
@@ -88,10 +88,9 @@ def predict(
         data: The training data: a DataLoader, a LightningDataModule, or anything else that ``Trainer.fit`` takes. Left
             out if the module has a ``train_dataloader``.
         link: The network.
-        device: ``cpu`` or a CUDA device; if left out, CUDA where there is one.
         precision: As for the Trainer.
         gradient_clip_val: As for the Trainer, where it clips by the norm.
-        steps: Number of steps to time. After a warm-up, as many are watched layer by layer.
+        steps: Number of steps to measure, after a warm-up.
 
     Raises:
         OptionError: If an option's value is not allowed.
@@ -99,27 +98,16 @@ def predict(
     """
     require_whole("steps", steps, 1)
     require_same_package(module, "predict()")
-    where = _device(device)
     if not isinstance(link, LinkModel):
         raise OptionError("link", link, 'a LinkModel, such as LinkModel(workers=4, bandwidth="10Gbit/s")')
-    prediction.check(link)
     options = {"precision": precision, "gradient_clip_val": gradient_clip_val}
-    measured = measure_step(module, data, device=where, steps=steps, trainer_options=options)
+    measured = measure_step(module, data, device=_device(), steps=steps, trainer_options=options)
     return prediction.predict(measured, link)
 
 
-def _device(device: str | torch.device | None) -> torch.device:
-    try:
-        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except (RuntimeError, TypeError):
-        found = torch.device("meta")
-    if found.type not in ("cpu", "cuda"):
-        raise OptionError("device", device, "'cpu', 'cuda' or one CUDA device such as 'cuda:0'")
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise OptionError("device", device, "'cpu', as torch finds no CUDA device here")
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())  # code that sets the device needs an index
-    return found
+def _device() -> torch.device:
+    # Code that sets the device needs an index.
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 # ── The fit ─────────────────────────────────────────────────────────────────────────────────────────
@@ -138,7 +126,7 @@ def measure_step(
         module: The module to train; left unchanged.
         data: Batches, as for ``Trainer.fit``; ``None`` for those of the module.
         device: A CPU or CUDA device.
-        steps: Number of steps to time, and of steps to watch.
+        steps: Number of steps to measure.
         trainer_options: Trainer options that affect a step, such as ``precision``.
 
     Raises:
@@ -173,18 +161,14 @@ def measure_step(
         )
         with contextlib.suppress(EnoughSteps):
             trainer.fit(trained, **_data_arguments(trained, data))
-        if not watch.complete:
+        if len(watch.steps) < steps:
             raise OptionError("data", data, "batches that can be iterated over again: there were too few to measure")
         optimizers, plugin = trainer.optimizers, trainer.precision_plugin
-        times = typical(watch.times, lambda step: step.step)
-        watched = typical(watch.watched, lambda step: step.forward + step.backward)
-        parameters = watch.parameters
+        step, parameters = typical(watch.steps), watch.parameters
         small = sum(p.numel() * min(p.element_size(), _COMPRESSED_WIDTH) for p in parameters.values())
         return MeasuredStep(
-            profile=make_profile(
-                type(module).__name__, {name: p.nbytes for name, p in parameters.items()}, watched, times
-            ),
-            between_steps=times.rest,
+            profile=make_profile(type(module).__name__, {name: p.nbytes for name, p in parameters.items()}, step),
+            between_steps=step.rest,
             device=device.type,
             compressed_share=small / sum(p.nbytes for p in parameters.values()),
             synchronised_because=(
@@ -199,8 +183,6 @@ def measure_step(
 def _require_measurable(module: object) -> None:
     if not isinstance(module, pl.LightningModule):
         raise OptionError("module", module, "a LightningModule, before torch.compile")
-    if not is_overridden("training_step", module):
-        raise OptionError("module", type(module).__name__, "a LightningModule with a training_step")
     if not module.automatic_optimization:
         raise UnsupportedError(
             f"{type(module).__name__} optimizes manually, so only it knows what a step is. Set "
@@ -245,7 +227,7 @@ def _repeat_loader_of(owner: pl.LightningModule | pl.LightningDataModule) -> Non
 
 
 def repeated(loader: Any) -> Iterator[Any]:
-    """Batches that begin again when they end, so that no epoch ends. Ends only where there is no batch at all.
+    """Batches that begin again when they end, so that no epoch ends as long as there are some.
 
     Raises:
         OptionError: If these are no batches of one loader.
@@ -253,16 +235,7 @@ def repeated(loader: Any) -> Iterator[Any]:
     if isinstance(loader, (Mapping, Sequence, CombinedLoader)) or not hasattr(loader, "__iter__"):
         allowed = "one DataLoader, a LightningDataModule of one, or other batches to iterate over; of several, give one"
         raise OptionError("data", loader, allowed)
-
-    def batches() -> Iterator[Any]:
-        found = True
-        while found:
-            found = False
-            for batch in loader:
-                found = True
-                yield batch
-
-    return batches()
+    return itertools.chain.from_iterable(itertools.repeat(loader, _MOST_PASSES))
 
 
 def _restore_random_state(restoring: contextlib.ExitStack) -> None:
@@ -284,32 +257,21 @@ def _keep_quiet(restoring: contextlib.ExitStack) -> None:
 # ── What is seen of its steps ───────────────────────────────────────────────────────────────────────
 
 
-class DeviceClock:
-    """Takes moments, and measures the time between them.
+def _moment(device: torch.device) -> Any:
+    """The current moment. On CUDA an event on the current stream, so that the device need not wait for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    On CUDA a moment is an event on the current stream, so that the device need not wait for it.
 
-    Args:
-        device: The device of the model, a CPU or a CUDA device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-
-    def moment(self) -> Any:
-        """The current moment, for :meth:`seconds`."""
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Seconds between two moments. Waits until the device has passed both."""
-        if not self._on_cuda:
-            return float(end - start)
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
+def _seconds(start: Any, end: Any) -> float:
+    """Seconds between two moments. Waits until the device has passed both."""
+    if isinstance(start, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 class StepWatch(pl.Callback):
@@ -318,27 +280,24 @@ class StepWatch(pl.Callback):
     Args:
         device: The device to train on.
         module: The module to train.
-        steps: Number of steps to time, and of steps to watch, each after a warm-up.
+        steps: Number of steps to measure, after a warm-up.
 
     Attributes:
         parameters: The trained parameters, each under its first name.
-        times: The steps that were only timed.
-        watched: The watched steps.
+        steps: The measured steps.
     """
 
     def __init__(self, device: torch.device, module: pl.LightningModule, *, steps: int) -> None:
-        self._clock = DeviceClock(device)
+        self._device = device
         self._wanted = steps
         self._begun = 0
-        self._warm_up = _WARM_UP_STEPS + 1  # steps that do not count, with the one before the first
         # The current step.
         self._moments: list[Any] = []
         self._first_use: dict[str, Any] = {}
         self._gradient: dict[str, Any] = {}
         self._module = module
         self.parameters: dict[str, nn.Parameter] = {}
-        self.times: list[StepTimes] = []
-        self.watched: list[StepTimes] = []
+        self.steps: list[StepTimes] = []
 
     def _watch(self) -> None:
         """Set hooks on the trained parameters and their modules; some of them are made or frozen as a fit begins."""
@@ -353,11 +312,6 @@ class StepWatch(pl.Callback):
         for name, parameter in self.parameters.items():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._accumulated(name))
 
-    @property
-    def complete(self) -> bool:
-        """Whether enough steps were measured."""
-        return len(self.watched) >= self._wanted
-
     def on_train_batch_start(self, *_: Any) -> None:
         """End the step before, and begin another.
 
@@ -365,19 +319,16 @@ class StepWatch(pl.Callback):
             EnoughSteps: If enough steps were measured.
             UnsupportedError: If the steps so far did not consist of one forward pass, one backward pass and one update.
         """
-        now = self._clock.moment()
-        if self._warm_up:
-            self._warm_up -= 1
-        elif len(self._moments) == _MOMENTS:
-            (self.watched if self.parameters else self.times).append(self._measured(now))
-        if self.complete:
-            raise EnoughSteps
-        if not self.parameters and len(self.times) >= self._wanted:
-            self._warm_up = _WARM_UP_STEPS
+        now = _moment(self._device)
+        if not self._begun:
             self._watch()
-        if self._begun > 2 * _WARM_UP_STEPS + 4 * self._wanted:
+        elif self._begun > _WARM_UP_STEPS and len(self._moments) == _MOMENTS:
+            self.steps.append(self._measured(now))
+        if len(self.steps) >= self._wanted:
+            raise EnoughSteps
+        if self._begun > 2 * (_WARM_UP_STEPS + self._wanted):
             raise UnsupportedError(
-                f"{self._begun} calls of training_step were not {2 * self._wanted} steps that can be measured: each "
+                f"{self._begun} calls of training_step were not {self._wanted} steps that can be measured: each "
                 "has to return a loss, and to be followed by one backward pass and one update."
             )
         self._begun += 1
@@ -385,37 +336,36 @@ class StepWatch(pl.Callback):
 
     def on_before_backward(self, *_: Any) -> None:
         """Note the end of the forward pass, and stop watching it: a recomputation is no first use."""
-        self._moments.append(self._clock.moment())
+        self._moments.append(_moment(self._device))
 
     def on_after_backward(self, *_: Any) -> None:
         """Note the end of the backward pass."""
-        self._moments.append(self._clock.moment())
+        self._moments.append(_moment(self._device))
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Note the end of the update."""
-        self._moments.append(self._clock.moment())
+        self._moments.append(_moment(self._device))
 
     def _used(self, names: Sequence[str]) -> None:
         # Compiled code does not note moments.
         if not torch.compiler.is_compiling() and len(self._moments) == 1:
-            now = self._clock.moment()
+            now = _moment(self._device)
             for name in names:
                 self._first_use.setdefault(name, now)
 
     def _accumulated(self, name: str) -> None:
         # The last time counts: with reentrant checkpointing a gradient comes in parts.
-        self._gradient[name] = self._clock.moment()
+        self._gradient[name] = _moment(self._device)
 
     def _measured(self, now: Any) -> StepTimes:
-        seconds = self._clock.seconds
         begun, began, ended, updated = self._moments
         return StepTimes(
-            step=seconds(begun, now),
-            forward=seconds(begun, began),
-            backward=seconds(began, ended),
-            update=seconds(ended, updated),
-            first_use={name: seconds(begun, moment) for name, moment in self._first_use.items()},
-            gradient={name: seconds(began, moment) for name, moment in self._gradient.items()},
+            step=_seconds(begun, now),
+            forward=_seconds(begun, began),
+            backward=_seconds(began, ended),
+            update=_seconds(ended, updated),
+            first_use={name: _seconds(begun, moment) for name, moment in self._first_use.items()},
+            gradient={name: _seconds(began, moment) for name, moment in self._gradient.items()},
         )
 
 
@@ -431,10 +381,8 @@ class StepTimes:
         forward: ``training_step``.
         backward: The backward pass.
         update: Clipping and the optimizer's step.
-        first_use: In a watched step, seconds from the start of the forward pass, by parameter; without parameters
-            whose use was not seen.
-        gradient: In a watched step, seconds from the start of the backward pass, by parameter; without parameters
-            that got no gradient.
+        first_use: Seconds from the start of the forward pass, by parameter; without parameters whose use was not seen.
+        gradient: Seconds from the start of the backward pass, by parameter; without parameters that got no gradient.
     """
 
     step: float
@@ -450,9 +398,9 @@ class StepTimes:
         return max(0.0, self.step - self.forward - self.backward - self.update)
 
 
-def typical(steps: Sequence[StepTimes], seconds: Callable[[StepTimes], float]) -> StepTimes:
+def typical(steps: Sequence[StepTimes]) -> StepTimes:
     """The step with the median time."""
-    return sorted(steps, key=seconds)[len(steps) // 2]
+    return sorted(steps, key=lambda step: step.step)[len(steps) // 2]
 
 
 class _Layer(NamedTuple):
@@ -462,8 +410,8 @@ class _Layer(NamedTuple):
     ready: float = 0.0
 
 
-def make_profile(name: str, parameters: Mapping[str, int], step: StepTimes, times: StepTimes) -> ModelProfile:
-    """Make a profile, whose layers take ``times.step`` together.
+def make_profile(name: str, parameters: Mapping[str, int], step: StepTimes) -> ModelProfile:
+    """Make a profile, whose layers take ``step.step`` together.
 
     Parameters of one module that are first used one after another are one layer. Parameters that got no gradient and
     were not used come last: DDP sends zeros for them as soon as the backward pass begins.
@@ -471,8 +419,7 @@ def make_profile(name: str, parameters: Mapping[str, int], step: StepTimes, time
     Args:
         name: The model's name.
         parameters: All trained parameters, by name, and the bytes of their gradients.
-        step: A watched step.
-        times: Times of a step that was not watched.
+        step: A measured step.
 
     Raises:
         UnsupportedError: If no parameter gets a gradient.
@@ -497,16 +444,13 @@ def make_profile(name: str, parameters: Mapping[str, int], step: StepTimes, time
         layers.append(_Layer(UNUSED, sum(parameters[key] for key in unused), forward))
     # When a layer and all after it are complete: a profile's backward pass goes through the layers in reverse order.
     ready = list(itertools.accumulate((layer.ready for layer in reversed(layers)), max))[::-1]
-    forward_share = times.forward / forward if forward else 0.0
-    backward_share = times.backward / backward if backward else 0.0
-    besides = {BETWEEN_STEPS: times.rest, UNUSED: 0.0}
+    besides = {BETWEEN_STEPS: step.rest, UNUSED: 0.0}
     made = (
         LayerProfile(
             name=layer.name,
             parameter_bytes=layer.size,
-            forward_seconds=forward_share * (end - layer.start)
-            + besides.get(layer.name, times.update * layer.size / updated),
-            backward_seconds=backward_share * (done - before),
+            forward_seconds=end - layer.start + besides.get(layer.name, step.update * layer.size / updated),
+            backward_seconds=done - before,
         )
         for layer, end, done, before in zip(
             layers, [*(after.start for after in layers[1:]), forward], ready, [*ready[1:], 0.0], strict=True

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lightning_bytescheduler.checks import require_one_of
-from lightning_bytescheduler.exceptions import OptionError
-from lightning_bytescheduler.simulation.link import CODECS, LinkModel, compressed_link, network_in_words
-from lightning_bytescheduler.simulation.profiles import ModelProfile
-from lightning_bytescheduler.simulation.simulator import Schedule, lower_bound, simulate
+from lightning_bytescheduler.predicting.link import CODECS, LinkModel, compressed_link, network_in_words
+from lightning_bytescheduler.predicting.profiles import ModelProfile
+from lightning_bytescheduler.predicting.simulator import Schedule, lower_bound, simulate
 from lightning_bytescheduler.timeline.picture import INK, headed, page, ruled
 from lightning_bytescheduler.tuning.sizes import LinkEstimate, default_sizes
 
@@ -39,7 +38,6 @@ _DDP_BUCKETS = tuple(size * _MIB for size in (1, 2, 5, 10, 25, 50, 100, 250))
 _WIDTH = 4  # bytes of a parameter
 _EQUAL = 1.03  # steps that differ by less count as equal, given how exact a model of a network is
 _DILOCO_OVERHEAD = 0.05  # of the computation, that exchanges may add to it
-_NAME_LENGTH = 40  # letters
 _POINTS = 6  # on either side of the given bandwidth
 _DRAWN = {
     DDP_BEST: "#9aa7b2",
@@ -191,22 +189,13 @@ class Prediction:
             OSError: If the file cannot be written.
         """
         profile, link = self.measured.profile, self.link
-        name = profile.name if len(profile.name) <= _NAME_LENGTH else f"{profile.name[: _NAME_LENGTH - 1]}…"
         size = f"{profile.parameter_bytes / 1e6:,.4g} MB of gradients"
-        subject = f"{name} ({size}, computes {_ms(self.compute_seconds)} a step); {network_in_words(link)}"
+        subject = f"{profile.name} ({size}, computes {_ms(self.compute_seconds)} a step); {network_in_words(link)}"
         with page(out, "Drawing a prediction", 9.5, 5.6) as figure:
             ax = figure.subplots()
             self._draw_speeds(ax)
             ax.set_title("\n".join(textwrap.wrap(subject, _LINE_LENGTH)), loc="left", fontsize=10, color=INK)
-            headed(figure, self._heading(), 13)
-
-    def _heading(self) -> str:
-        ddp, own = self.of(DDP_BEST).step_seconds, self.of(BYTESCHEDULER).step_seconds
-        times = f"{ddp / own:.2f}x as fast as ddp" if ddp / own >= 1.005 else "as fast as ddp"
-        speed, workers = self.speedup(min(ddp, own)), self.link.workers
-        if self.alone_is_faster:
-            return f"Train on one machine: {workers:,} workers are slower ({speed:.2f}x); bytescheduler is {times}"
-        return f"bytescheduler is {times}; {workers:,} workers are {speed:.2f}x as fast as one"
+            headed(figure, "\n".join(textwrap.wrap(self._answer(), _LINE_LENGTH)), 11)
 
     def _draw_speeds(self, ax: Axes) -> None:
         """Draw the speedup over one worker against bandwidth, one line for each strategy."""
@@ -321,23 +310,9 @@ def predict(model: ModelProfile | MeasuredStep, link: LinkModel) -> Prediction:
     Args:
         model: The model, or a measured step of it.
         link: The network. With parameter servers, they get a line of their own; all others reduce without them.
-
-    Raises:
-        OptionError: If there are less than two workers.
     """
-    check(link)
     measured = MeasuredStep(profile=model) if isinstance(model, ModelProfile) else model
     return Prediction(measured=measured, link=link, expectations=tuple(_expectations(measured, link)))
-
-
-def check(link: LinkModel) -> None:
-    """Refuse a link without anything to predict.
-
-    Raises:
-        OptionError: If there are less than two workers.
-    """
-    if link.workers < 2:
-        raise OptionError("workers", link.workers, "2 or more: one worker exchanges nothing")
 
 
 def _expectations(measured: MeasuredStep, given: LinkModel) -> Iterator[Expectation]:
@@ -387,8 +362,7 @@ def chosen_schedule(
     sizes = default_sizes(
         parameters=profile.parameter_bytes // _WIDTH,
         bytes_per_parameter=_WIDTH,
-        # A lone worker has nothing to measure; any sizes are good then.
-        link=LinkEstimate(alpha=link.latency_seconds, beta=link.seconds_per_byte or 1 / link.bandwidth),
+        link=LinkEstimate(alpha=link.latency_seconds, beta=link.seconds_per_byte),
         busy_processor=busy_processor,
         in_shards=in_shards,
         architecture="allreduce" if link.servers is None else "ps",

@@ -17,7 +17,6 @@ from lightning_bytescheduler.checks import (
     require_one_of,
     require_positive,
     require_seconds,
-    require_text,
     require_whole,
 )
 from lightning_bytescheduler.exceptions import OptionError
@@ -51,7 +50,6 @@ class LayerProfile:
     backward_seconds: float
 
     def __post_init__(self) -> None:
-        require_text("name", self.name)
         require_whole("parameter_bytes", self.parameter_bytes, 0)
         require_seconds("forward_seconds", self.forward_seconds)
         require_seconds("backward_seconds", self.backward_seconds)
@@ -73,7 +71,6 @@ class ModelProfile:
     layers: tuple[LayerProfile, ...]
 
     def __post_init__(self) -> None:
-        require_text("name", self.name)
         layers = tuple(self.layers)
         if not layers or not all(isinstance(layer, LayerProfile) for layer in layers):
             raise OptionError("layers", self.layers, "one LayerProfile or more")
@@ -225,15 +222,10 @@ def _transformer() -> list[_Layer]:
     return [*layers, ("norm", 2 * width, 0.0), ("output", 0, vocabulary * width * length)]
 
 
-def _uniform() -> list[_Layer]:
-    """Twenty equal layers, 25 million parameters."""
-    return [(f"layer{index}", 1_250_000, 1.0) for index in range(_UNIFORM_LAYERS)]
-
-
 NETWORKS: dict[str, Callable[[], list[_Layer]]] = {
     "vgg16": _vgg16,
     "resnet50": _resnet50,
     "transformer": _transformer,
-    "uniform": _uniform,
+    "uniform": lambda: [(f"layer{index}", 1_250_000, 1.0) for index in range(_UNIFORM_LAYERS)],
 }
 """Networks with a profile, by name."""

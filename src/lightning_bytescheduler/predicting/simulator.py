@@ -1,4 +1,4 @@
-r"""How long a training step takes on a modelled link: simulated event by event, and lower bounds.
+r"""How long a training step takes on a modelled link: simulated piece by piece, and lower bounds.
 
 **Played** (`simulate`). A worker computes forward and backward passes in turn. A bucket whose gradients are complete is
 cut into pieces; pieces are launched by priority while credit lasts, pass the link one after the other
@@ -6,7 +6,8 @@ in the order of launch, arrive a latency later and return their credit. A layer'
 When gradients are sent is a :class:`Schedule`: DDP's, or one that is compared with it.
 
 Workers are alike, so that one stands for all, and the time a simulation takes does not depend on their number.
-Deterministic. All events of a moment are handled before anything is launched at that moment.
+Deterministic. All that happens at a moment comes before what is launched then. Gradients are sent while the backward
+pass goes on and after it, whatever the forward pass does, so the link is played first.
 
 Limits: compute is not slowed by communication, and updates take no time.
 
@@ -32,10 +33,6 @@ optimal (Jackson 1955, Horn 1974), with the value ``max over sets S of (min r + 
 sets with the last layer k, the largest sum is that of layers 1 to k. Partitions of ``p`` instead of preemption
 cost at most one partition more: the one on the link when something more urgent becomes ready.
 
-**With a barrier** (`ddp_bound`), as DDP, where the forward pass starts when all gradients have arrived:
-``T >= F + max over k of (r_k + C_k)``, by the same argument with ``q = F`` for all layers; attained by sending
-gradients as they come. ``k = 1`` and ``k = L`` give ``F + max(B + c_1, b_L + C)``.
-
 **With norm clipping** gradients are reduce-scattered (``c_j/2``), the norm is computed from the shards, and an
 all-gather (``c_j/2``) sends each layer's result to all workers. That may happen before the norm is known, as the factor
 is applied where the gradient arrives. Only the reduce-scatters have to end before the forward pass begins. So the bound
@@ -50,13 +47,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
-from lightning_bytescheduler.simulation.link import LinkModel
-from lightning_bytescheduler.simulation.profiles import ModelProfile
+from lightning_bytescheduler.predicting.link import LinkModel
+from lightning_bytescheduler.predicting.profiles import ModelProfile
 
 _DDP_BUCKET_BYTES = 25 * 1024 * 1024
 _DDP_FIRST_BUCKET_BYTES = 1024 * 1024
@@ -144,92 +142,49 @@ def simulate(profile: ModelProfile, link: LinkModel, schedule: Schedule) -> floa
         link: The network.
         schedule: When gradients are sent.
     """
-    return _Simulation(profile, link, schedule).run()
+    buckets = {bucket.priority: bucket for bucket in schedule.buckets(profile)}
+    now, complete = 0.0, deque[tuple[float, Bucket]]()
+    for index in reversed(range(len(profile.layers))):
+        now += profile.layers[index].backward_seconds
+        if index in buckets:
+            complete.append((now, buckets[index]))
+    arrived = _arrivals(complete, link, schedule)
+    if schedule.barrier:
+        now = max([now, *arrived.values()])
+    opens_at = {layer: arrived[bucket.priority] for bucket in buckets.values() for layer in bucket.layers}
+    for index, layer in enumerate(profile.layers):
+        now = max(now, opens_at.get(index, 0.0)) + layer.forward_seconds
+    return now
 
 
-class _Piece(NamedTuple):
-    """A piece of a bucket. Of the waiting pieces, the least one is launched first."""
-
-    urgency: int
-    number: int
-    bucket: int  # its priority
-    size: int
-
-
-class _Simulation:
-    def __init__(self, profile: ModelProfile, link: LinkModel, schedule: Schedule) -> None:
-        self._layers = profile.layers
-        self._schedule = schedule
-        self._link = link
-        self._free_at = 0.0  # the link
-        self._now = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()  # ties keep the order of scheduling, and callables are not compared
-        # Communication.
-        buckets = list(schedule.buckets(profile))
-        self._opens_with = {layer: bucket.priority for bucket in buckets for layer in bucket.layers}
-        self._pieces_of = {bucket.priority: schedule.pieces(bucket) for bucket in buckets}
-        self._queue: list[_Piece] = []
-        self._in_flight = 0  # bytes
-        self._missing = {bucket: len(pieces) for bucket, pieces in self._pieces_of.items()}  # that have not arrived
-        # Computing.
-        self._waiting: int | None = None  # the layer whose forward pass cannot start
-        self._ended = False
-
-    def run(self) -> float:
-        """Play until the forward pass after the backward pass has ended."""
-        self._backward(len(self._layers) - 1)
-        while not self._ended:
-            self._now = self._events[0][0]
-            while self._events and self._events[0][0] == self._now:
-                heapq.heappop(self._events)[-1]()
-            self._launch()
-        return self._now
-
-    def _at(self, time: float, happen: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time, next(self._numbers), happen))
-
-    # Computing.
-
-    def _backward(self, layer: int) -> None:
-        self._at(self._now + self._layers[layer].backward_seconds, lambda: self._end_backward(layer))
-
-    def _end_backward(self, layer: int) -> None:
-        urgency = 0 if self._schedule.credit_bytes is None else layer
-        for size in self._pieces_of.get(layer, ()):
-            heapq.heappush(self._queue, _Piece(urgency, next(self._numbers), layer, size))
-        if layer:
-            self._backward(layer - 1)
-        else:
-            self._forward(0)
-
-    def _forward(self, layer: int) -> None:
-        self._waiting = None
-        if layer == len(self._layers):
-            self._ended = True
-        elif (self._schedule.barrier and self._missing) or self._opens_with.get(layer) in self._missing:
-            self._waiting = layer
-        else:
-            self._at(self._now + self._layers[layer].forward_seconds, lambda: self._forward(layer + 1))
-
-    # Communication.
-
-    def _launch(self) -> None:
-        """Launch what is allowed, after all that happens at this moment."""
-        credit = self._schedule.credit_bytes
-        while self._queue and (credit is None or self._in_flight < credit):
-            piece = heapq.heappop(self._queue)
-            self._in_flight += piece.size
-            self._free_at = max(self._free_at, self._now) + piece.size * self._link.seconds_per_byte
-            self._at(self._free_at + self._link.latency_seconds, partial(self._arrive, piece))
-
-    def _arrive(self, piece: _Piece) -> None:
-        self._in_flight -= piece.size
-        self._missing[piece.bucket] -= 1
-        if not self._missing[piece.bucket]:
-            del self._missing[piece.bucket]
-            if self._waiting is not None:
-                self._forward(self._waiting)
+def _arrivals(complete: deque[tuple[float, Bucket]], link: LinkModel, schedule: Schedule) -> dict[int, float]:
+    """When each bucket's last piece arrives, by the bucket's priority; ``complete`` says when each may be sent."""
+    credit = math.inf if schedule.credit_bytes is None else schedule.credit_bytes
+    arrived: dict[int, float] = {}
+    waiting: list[tuple[int, int, int, int]] = []  # urgency, number, bucket and size; the least one is launched first
+    flying = deque[tuple[float, int]]()  # arrivals and sizes
+    numbers, in_flight = itertools.count(), 0
+    now = free_at = 0.0
+    while complete or waiting:
+        if not waiting:
+            now = max(now, complete[0][0])
+        # All that happens at this moment comes before a launch.
+        while complete and complete[0][0] <= now:
+            bucket = complete.popleft()[1]
+            urgency = 0 if schedule.credit_bytes is None else bucket.priority
+            for size in schedule.pieces(bucket):
+                heapq.heappush(waiting, (urgency, next(numbers), bucket.priority, size))
+        while flying and flying[0][0] <= now:
+            in_flight -= flying.popleft()[1]
+        if in_flight >= credit:
+            now = flying[0][0]
+            continue
+        *_, priority, size = heapq.heappop(waiting)
+        free_at = max(free_at, now) + size * link.seconds_per_byte
+        arrived[priority] = free_at + link.latency_seconds
+        flying.append((arrived[priority], size))
+        in_flight += size
+    return arrived
 
 
 # ── Bounds ──────────────────────────────────────────────────────────────────────────────────────────
@@ -242,21 +197,10 @@ def lower_bound(profile: ModelProfile, link: LinkModel) -> float:
         profile: The model.
         link: The network.
     """
-    return max([profile.compute_seconds, *(arrived + tail for arrived, tail in _prefixes(profile, link))])
+    return max([profile.compute_seconds, *(arrived + tail for arrived, tail in prefixes(profile, link))])
 
 
-def ddp_bound(profile: ModelProfile, link: LinkModel) -> float:
-    """Seconds that a step takes at least if it waits for all gradients, as DDP does.
-
-    Args:
-        profile: The model.
-        link: The network.
-    """
-    arrived = max([profile.backward_seconds, *(arrived for arrived, _ in _prefixes(profile, link))])
-    return arrived + profile.forward_seconds
-
-
-def _prefixes(profile: ModelProfile, link: LinkModel) -> Iterator[tuple[float, float]]:
+def prefixes(profile: ModelProfile, link: LinkModel) -> Iterator[tuple[float, float]]:
     """For each layer k with parameters: when layers 1 to k can have arrived, and the forward time from k on."""
     release, tail, size = profile.backward_seconds, profile.forward_seconds, 0
     for layer in profile.layers:
