@@ -63,7 +63,7 @@ _WARM_UP_STEPS = 3
 _MOMENTS = 4  # of a step
 _COMPRESSED_WIDTH = 2  # bytes of a bf16 value
 _MOST_STEPS_FOR_EACH = 10
-_MOST_PASSES = 1000  # over the data; of an empty one, too
+_MOST_PASSES = 10_000  # over the data; of an empty one, too
 _ACCELERATORS = {"cpu": "cpu", "cuda": "gpu"}
 
 
