@@ -11,7 +11,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -291,12 +291,10 @@ class Files:
     Attributes:
         options: For fsspec's file systems.
         timeout: Seconds that a source may be unavailable.
-        waiting: Time.
     """
 
     options: Mapping[str, Any]
     timeout: float = TIMEOUT
-    waiting: Waiting = field(default_factory=Waiting)
 
     def ask(self, question: Callable[..., _Answer], url: str, *arguments: Any) -> _Answer:
         """Return the answer of a function of ``urls`` about a URL.
@@ -306,10 +304,10 @@ class Files:
         """
         asked = partial(question, url, *arguments, options=self.options)
         lasting = (*LASTING, *MISSING, ValueError)
-        return ask(url, asked, timeout=self.timeout, waiting=self.waiting, lasting=lasting)
+        return ask(url, asked, timeout=self.timeout, waiting=Waiting(), lasting=lasting)
 
     def pieces_of(self, url: str, size: int) -> Iterator[bytearray]:
         """Yield a whole file, in pieces of whole chunks."""
         slice_ = Slice(key=url, url=url, size=size, samples=1, chunk_bytes=_PIECE_BYTES)
         read = partial(urls.read_range, url, options=self.options)
-        return fetch_chunks(slice_, read, timeout=self.timeout, waiting=self.waiting)
+        return fetch_chunks(slice_, read, timeout=self.timeout)

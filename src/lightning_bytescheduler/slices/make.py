@@ -31,7 +31,7 @@ from lightning_bytescheduler.slices.formats import (
     npy_blocks,
     parquet_blocks,
 )
-from lightning_bytescheduler.slices.options import TIMEOUT, require_urls
+from lightning_bytescheduler.slices.options import require_urls
 from lightning_bytescheduler.slices.slice import CHUNK_BYTES, Bytes, Slice, SliceStream, checksum_of
 from lightning_bytescheduler.slices.urls import (
     exists,
@@ -61,7 +61,6 @@ def make_slices(
     slice_bytes: int = SLICE_BYTES,
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
-    timeout: float = TIMEOUT,
     bar: tqdm[Any] | None = None,
 ) -> list[Slice]:
     """Cut files of lines, .npy and Parquet files into slices, with an index of counts and checksums.
@@ -75,7 +74,6 @@ def make_slices(
         slice_bytes: Target size of a slice.
         overwrite: Replace the slices of a folder that has an index.
         storage_options: For fsspec's file systems.
-        timeout: Seconds that a source may be unavailable.
         bar: Shows the bytes that were read.
 
     Returns:
@@ -97,7 +95,7 @@ def make_slices(
     require_protocols("folder", (folder,))
     known = require_storage_options((*places, folder), storage_options)
 
-    sources = Files(options=known, timeout=timeout)
+    sources = Files(options=known)
     files = list(dict.fromkeys(url for place in places for url in sources.ask(expand, place, "urls")))
     _require_other_folder(folder, files)
     forms = {url: format_of(url, option="urls") for url in files}

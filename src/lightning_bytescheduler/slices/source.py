@@ -15,7 +15,7 @@ from typing import Any
 from lightning_bytescheduler.exceptions import OptionError, SliceCorruptError, SliceIndexError
 from lightning_bytescheduler.slices import urls
 from lightning_bytescheduler.slices.catalogue import SliceCatalogue
-from lightning_bytescheduler.slices.fetch import Files, Waiting
+from lightning_bytescheduler.slices.fetch import Files
 from lightning_bytescheduler.slices.formats import SliceFormat, SliceReader, SliceSamples, format_of
 from lightning_bytescheduler.slices.make import INDEX_NAME, read_index
 from lightning_bytescheduler.slices.options import TIMEOUT, require_urls
@@ -68,7 +68,6 @@ def open_source(
     reader: SliceReader | None = None,
     storage_options: Mapping[str, Any] | None = None,
     timeout: float = TIMEOUT,
-    waiting: Waiting | None = None,
     needs_index: bool = False,
 ) -> SliceSource:
     """Find the slices in files and folders.
@@ -79,7 +78,6 @@ def open_source(
         reader: Makes samples of a file's bytes, for a format that is not known by its suffix.
         storage_options: For fsspec's file systems; each is given to those of the URLs that take it.
         timeout: Seconds that a source may be unavailable.
-        waiting: Clock and sleep of waits.
         needs_index: Refuse sources without an index, before they are read.
 
     Raises:
@@ -93,7 +91,7 @@ def open_source(
     places = require_urls(option, places)
     urls.require_protocols(option, places)
     known = storage_options or {}
-    sources = Files(options=known, timeout=timeout, waiting=waiting or Waiting())
+    sources = Files(options=known, timeout=timeout)
     opening = _Opening(option, reader, sources, needs_index)
     parts = []
     for number, place in enumerate(places):
