@@ -264,10 +264,9 @@ def test_the_status_that_botocore_keeps_is_known() -> None:
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_source_that_refuses_is_not_asked_again(web: str, status: int, path: str) -> None:
     data = SliceDataModule(f"{web}/{status}/{path}")
-    with pytest.raises(SourceUnavailableError, match=rf"{web}/{status}.*'Authorization': 'Bearer TOKEN'") as caught:
+    with pytest.raises(SourceUnavailableError, match=rf"{web}/{status}.*'Authorization': 'Bearer TOKEN'"):
         data.setup("fit")
     assert Answers.asked <= 4  # fsspec asks in more than one way
-    assert caught.value.seconds < 30
 
 
 def test_a_token_that_is_no_longer_right_ends_the_training_at_once(
