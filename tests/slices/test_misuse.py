@@ -26,7 +26,6 @@ from lightning_bytescheduler import (
     UnsupportedError,
 )
 from lightning_bytescheduler.__main__ import main
-from lightning_bytescheduler.serving import ServerAccess
 from lightning_bytescheduler.slices import slice as slice_module
 from lightning_bytescheduler.slices import urls
 from lightning_bytescheduler.slices.fetch import Waiting, ask, refusal_of
@@ -269,14 +268,12 @@ def test_a_source_that_refuses_is_not_asked_again(web: str, status: int, path: s
     assert Answers.asked <= 4  # fsspec asks in more than one way
 
 
-def test_a_token_that_is_no_longer_right_ends_the_training_at_once(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_that_is_no_longer_right_ends_the_training_at_once(text: str, tmp_path: Path) -> None:
     options = {"headers": {"Authorization": "Bearer t"}}
     with SliceServer(text, token="t") as server:
         data = SliceDataModule(server.url, storage_options=options, cache=str(tmp_path / "cache"))
         data.setup("fit")
-        monkeypatch.setattr(ServerAccess, "permits", lambda *_: False)
+        object.__setattr__(server._access, "token", "another")  # its options are frozen
         with pytest.raises(SourceUnavailableError, match=r"401 Unauthorized. Send the header"):
             list(data.train_dataloader())
         data.teardown("fit")
