@@ -245,12 +245,14 @@ def test_a_partition_above_the_credit_is_clamped(core: ByteCore) -> None:
         assert small.partition_size == 3
 
 
-def test_debug_logs_each_start(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "lightning_bytescheduler"):
-        for debug in (False, True):
-            with ByteCore(partition_size=10, credit=40, debug=debug) as core:
-                task = enqueue(core, lambda sub: sub.notify_finish(), f"debug={debug}", 20)
-                task.wait(WAIT)
+def test_each_start_is_logged_at_level_debug(caplog: pytest.LogCaptureFixture) -> None:
+    for level in (logging.INFO, logging.DEBUG):
+        with (
+            caplog.at_level(level, "lightning_bytescheduler"),
+            ByteCore(partition_size=10, credit=40) as core,
+        ):
+            task = enqueue(core, lambda sub: sub.notify_finish(), f"task at {level}", 20)
+            task.wait(WAIT)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
-    assert all("debug=True" in message and "credit=40" in message for message in messages)
+    assert all(f"task at {logging.DEBUG}" in message and "credit=40" in message for message in messages)

@@ -50,7 +50,6 @@ class ByteCore:
             seconds of ``clock``).
         name: Prefix of the thread's name.
         clock: Returns seconds; replaced by tests.
-        debug: Log each decision at level DEBUG.
 
     Raises:
         OptionError: If ``partition_size`` or ``credit`` is not a positive whole number.
@@ -67,7 +66,6 @@ class ByteCore:
         observer: Callable[[SubCommTask], None] | None = None,
         name: str = "bytescheduler",
         clock: Callable[[], float] = time.perf_counter,
-        debug: bool = False,
     ) -> None:
         self._partition_size = require_size("partition_size", partition_size)
         self._credit = require_size("credit", credit)
@@ -76,7 +74,6 @@ class ByteCore:
         self._order: LaunchOrder = PriorityOrder() if order is None else order
         self._observer = observer
         self._clock = clock
-        self._debug = debug
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)  # for the dispatcher
         self._ended = threading.Condition(self._lock)  # for drain()
@@ -390,8 +387,7 @@ class ByteCore:
         for sub in batch:
             if self._stopped:
                 return
-            if self._debug:
-                log.debug("start %r in_flight=%d credit=%d", sub, self._in_flight_size, self._credit)
+            log.debug("start %r in_flight=%d credit=%d", sub, self._in_flight_size, self._credit)
             sub.started_at = self._clock()
             sub.start()
 
