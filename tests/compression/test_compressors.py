@@ -205,6 +205,15 @@ def test_how_much_of_a_gradient_is_kept(spec: str, delta: float | None) -> None:
 
 
 @pytest.mark.parametrize("spec", ["int8", "int4"])
+def test_the_smallest_numbers_keep_their_sign(spec: str) -> None:
+    """A scale below the normal numbers is coarse, so that an element is up to twice the largest level."""
+    for multiple in range(1, 1024, 7):
+        part = torch.full((256,), multiple * 2.0**-149)
+        found = make_compressor(spec).decompress(make_compressor(spec).compress(part, seed=3), 256)
+        assert (found >= 0).all()
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4"])
 def test_what_is_drawn_is_right_on_average(spec: str) -> None:
     part = torch.linspace(-1.0, 1.0, 128)
     compressor, rounds = make_compressor(spec), 400

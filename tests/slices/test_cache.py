@@ -262,3 +262,17 @@ def test_misuse(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OptionError, match=r"cache=.*can be made and written, but it is a file"):
         SliceCache(tmp_path / "file", 10)
+
+
+def test_a_slice_that_is_deleted_as_it_is_opened_is_not_found(tmp_path, monkeypatch):
+    """Another process may delete it between the opening and the lock; its memory would not be kept from others."""
+    cache = SliceCache(tmp_path, 10 * SIZE)
+    put(cache, "a").close()
+    lock = cache_module.lock_file
+
+    def late(descriptor: int, *, exclusive: bool) -> bool:
+        file_of(tmp_path, "a").unlink(missing_ok=True)
+        return lock(descriptor, exclusive=exclusive)
+
+    monkeypatch.setattr(cache_module, "lock_file", late)
+    assert cache.find(plan("a")) is None
