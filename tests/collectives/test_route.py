@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -98,27 +96,3 @@ def test_a_wait_for_a_message_is_ended_on_the_group_of_the_message(own: bool, mo
     until(lambda: next(iter(route._pulls.values()))._awaited is not None)
     assert route.stop(WAIT)
     assert set(broken) == {"node" if own else "data"}
-
-
-def test_whoever_takes_the_time_is_told_of_waits() -> None:
-    around: list[str] = []
-
-    @contextmanager
-    def waiting() -> Iterator[None]:
-        around.append("begins")
-        yield
-        around.append("ends")
-
-    class Task:
-        def wait(self, timeout: float) -> None:
-            around.append(f"waits for {timeout:g} s")
-
-    made = routes()
-    try:
-        task: Any = Task()
-        made[0].join(task, 3.0)
-        made[0].measure_waits(waiting)
-        made[0].join(task, 4.0)
-    finally:
-        assert all(one.stop(WAIT) for one in made)
-    assert around == ["waits for 3 s", "begins", "waits for 4 s", "ends"]

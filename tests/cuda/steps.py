@@ -29,7 +29,7 @@ from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.fit import Fit, StepMode, TrainingStep
 from lightning_bytescheduler.ddp.fit_report import Record, SchedulerStatistics
-from lightning_bytescheduler.ddp.steps import MergedBuckets, OverlappedStep, PlainStep, ScheduledBuckets
+from lightning_bytescheduler.ddp.steps import MergedStep, OverlappedStep, PlainStep
 from lightning_bytescheduler.scheduler.core import ByteCore
 from tests.support.late_copies import LateCopies
 from tests.support.models import MeanOfAll
@@ -110,10 +110,10 @@ class _PlainFit(Fit):
 
     def make_step(self, number: int, *, as_ddp: bool) -> TrainingStep:
         if as_ddp and self.merges:
-            return PlainStep(self, number, MergedBuckets.of(self, number, limit=0, processors=1))
+            return MergedStep(self, number, limit=0)
         if number > 1 and self.overlapped and not as_ddp:
             return OverlappedStep(self, number)
-        return PlainStep(self, number, ScheduledBuckets(self, number))
+        return PlainStep(self, number)
 
 
 class Scheduled:
@@ -266,7 +266,7 @@ def _train_scheduled(
             optimizer.zero_grad()
             with fit.backward():
                 loss.backward()
-            if case.max_norm is not None and not fit.step.clip_norm(optimizer, case.max_norm):
+            if case.max_norm is not None and not fit.step.transforms.clip_norm(optimizer, case.max_norm):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
             if fit.overlapped:
                 fit.take_step(optimizer, optimizer.step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,18 +68,14 @@ def timed(device: Device) -> DeviceTime:
     return DeviceTime(torch.device("cpu"), cuda=device)
 
 
-def test_what_is_waited_for_is_no_time_of_a_batch(device: Device, timed: DeviceTime) -> None:
-    device.computes(100.0)  # the step before
+def test_a_pass_ends_with_its_last_gradient(device: Device, timed: DeviceTime) -> None:
+    device.computes(100.0)  # the forward pass, and what it waits for
     timed.begin()
-    device.computes(2.0)
-    with timed.waiting():
-        device.computes(50.0)
-    device.computes(3.0)
+    device.computes(5.0)
     timed.gradient_exists()
     device.computes(4.0)
     timed.gradient_exists()
-    with timed.waiting():  # a synchronised step waits behind its last gradient
-        device.computes(70.0)
+    device.computes(70.0)  # a synchronised step waits behind its last gradient
     timed.end(samples=8)
     device.computes(30.0)
     assert timed.latest() == [0, 0], "the GPU has not come there"
@@ -89,7 +84,7 @@ def test_what_is_waited_for_is_no_time_of_a_batch(device: Device, timed: DeviceT
     assert timed.latest() == [0, 0], "told once"
 
 
-def test_the_last_batch_that_is_over_is_told(device: Device, timed: DeviceTime) -> None:
+def test_the_last_pass_that_is_over_is_told(device: Device, timed: DeviceTime) -> None:
     for samples in (4, 5, 6):
         if samples == 6:
             device.run()
@@ -102,7 +97,7 @@ def test_the_last_batch_that_is_over_is_told(device: Device, timed: DeviceTime) 
     assert timed.latest() == [6, 6_000_000]
 
 
-def test_a_batch_that_sends_nothing_ends_with_its_backward_pass(device: Device, timed: DeviceTime) -> None:
+def test_a_pass_that_sends_nothing_ends_when_it_returns(device: Device, timed: DeviceTime) -> None:
     timed.begin()
     device.computes(5.0)
     timed.end(samples=2)
@@ -110,45 +105,11 @@ def test_a_batch_that_sends_nothing_ends_with_its_backward_pass(device: Device, 
     assert timed.latest() == [2, 5_000_000]
 
 
-def test_a_batch_ends_with_its_last_backward_pass(device: Device, timed: DeviceTime) -> None:
-    timed.begin()
-    device.computes(5.0)
+def test_a_pass_that_nobody_began_is_none(device: Device, timed: DeviceTime) -> None:
     timed.gradient_exists()
-    timed.end(samples=2)
-    device.computes(1.0)
-    with timed.waiting():
-        device.computes(20.0)
-    device.computes(2.0)
-    timed.end(samples=2)
+    timed.end(samples=1)
     device.run()
-    assert timed.latest() == [2, 8_000_000]
     assert timed.latest() == [0, 0]
-
-
-def test_waits_of_other_threads_and_before_a_batch_are_not_taken(device: Device, timed: DeviceTime) -> None:
-    with timed.waiting():
-        device.computes(1.0)
-    timed.begin()
-
-    def touch() -> None:
-        with timed.waiting():
-            device.computes(10.0)
-
-    thread = threading.Thread(target=touch)
-    thread.start()
-    thread.join()
-    timed.end(samples=1)
-    device.run()
-    assert timed.latest() == [1, 10_000_000]
-
-
-def test_a_wait_that_fails_is_told_on(device: Device, timed: DeviceTime) -> None:
-    timed.begin()
-    with pytest.raises(ConnectionError), timed.waiting():
-        raise ConnectionError("lost")
-    timed.end(samples=1)
-    device.run()
-    assert timed.latest() == [1, 0]
 
 
 def test_ranks_are_told_what_the_gpu_took(device: Device, timed: DeviceTime) -> None:
@@ -164,8 +125,10 @@ def test_ranks_are_told_what_the_gpu_took(device: Device, timed: DeviceTime) -> 
     weights._sizes = sizes
     for _ in range(3):
         weights.begin_batch([1, 2, 3])
-        device.computes(6.0)
-        weights.gradient_exists()
+        device.computes(20.0)
+        with weights.backward(torch.zeros(())):
+            device.computes(6.0)
+            weights.gradient_exists()
         weights.end_backward()
         if posted[1:]:
             device.run()
@@ -179,18 +142,17 @@ def test_a_gpu_tells_how_long_it_computed() -> None:
     work = torch.randn(4096, 4096, device="cuda")
     work @ work  # the first product takes a tenth of a second to begin
     torch.cuda.synchronize()
-    for waits in (False, True):
+    for sends in (False, True):
         timed.begin()
         for _ in range(20):
             work @ work
-        if waits:
-            with timed.waiting():
-                for _ in range(100):
-                    work @ work
-        timed.gradient_exists()
+        if sends:
+            timed.gradient_exists()
+            for _ in range(100):  # behind the last gradient
+                work @ work
         timed.end(samples=1)
         torch.cuda.synchronize()
         found = timed.latest()
-        if not waits:
+        if not sends:
             alone = found[1]
     assert 0.5 * alone < found[1] < 2.0 * alone

@@ -212,19 +212,3 @@ def test_what_is_not_finite_reaches_all_and_leaves_no_trace(results: list[dict[s
         assert np.isnan(spoiled["weight"]).all()
         assert np.isfinite(spoiled["last"]).all()
         assert np.allclose(ofs["spoiled"].residuals["weight"], ofs["before"].residuals["weight"], atol=1e-6)
-
-
-def test_a_step_that_is_left_out_takes_nothing_that_was_left_of_a_matrix() -> None:
-    """It is found to have overflowed somewhere when the next one begins, under half the loss scale."""
-    weight, scale = nn.Parameter(torch.zeros(40, 50)), 8.0
-    rules = CompressionRules.resolve("powersgd:1", 0)
-    assert rules is not None
-    known = GradientCompression(rules, {"weight": weight}, record=Record(), loss_scale=lambda: scale)
-    residuals = known.residuals
-    known.begin_step()
-    residuals.of("weight", 2000).fill_(3.0)
-    assert known.in_factors(GradientBucket(0, [weight], torch.zeros(2000), 0), StepWeight(1)) is not None
-    residuals.of("weight", 2000).fill_(5.0)  # what the step leaves
-    scale = 4.0
-    known.begin_step()
-    assert torch.equal(residuals.of("weight", 2000), torch.full((2000,), 1.5))

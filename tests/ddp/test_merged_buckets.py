@@ -11,8 +11,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
-from lightning_bytescheduler.ddp.steps import MergedBuckets, merged_bytes
+from lightning_bytescheduler.ddp.steps import MergedStep, merged_bytes
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.tuning.sizes import LinkEstimate
 from tests.support.waiting import WAIT, until
@@ -67,13 +68,21 @@ class Group:
     allreduce_coalesced = allreduce
 
 
-def merged_on(group: Any, device: torch.device, *, limit: int) -> MergedBuckets:
-    return MergedBuckets(group, device, StepWeight(2), limit=limit)
+def merged_on(group: Any, device: torch.device, *, limit: int, **more: Any) -> MergedStep:
+    fit: Any = SimpleNamespace(
+        device=device,
+        own_failure=more.get("failure", lambda: None),
+        record=Record(),
+        reduction=lambda number, overlaps: None,
+        weight=more.get("weight", StepWeight(2)),
+        wire=SimpleNamespace(route=SimpleNamespace(group=group, streams=None, wire_share=1.0)),
+    )
+    return MergedStep(fit, 2, limit=limit)
 
 
-def send(merged: MergedBuckets, *buffers: torch.Tensor) -> None:
+def send(merged: MergedStep, *buffers: torch.Tensor) -> None:
     for buffer in buffers:
-        merged.send(None, buffer)
+        merged._send(cast(Any, None), buffer)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +96,7 @@ def test_neighbours_travel_together_unless_they_are_large(
     merged = merged_on(group, device, limit=limit)
     buffers = [torch.full((200_000,), 2.0) for _ in range(4)]
     send(merged, *buffers)
-    merged.finish()
+    merged._await_all()
     assert [count for count, _ in group.sent] == messages
     assert all((buffer == 1.0).all() for buffer in buffers)
     assert not merged.under_way
@@ -95,8 +104,6 @@ def test_neighbours_travel_together_unless_they_are_large(
 
 class NeverKnown:
     """What this rank counts, where another one fails before it has said its number."""
-
-    known = False
 
     def wait(self, failure: Any) -> None:
         raise failure() or AssertionError("nobody would end this wait")
@@ -106,17 +113,17 @@ def test_numbers_that_never_come_are_not_waited_for() -> None:
     """The other rank failed before this pass began: nothing ends this step but what ended the scheduler."""
     group, weight = cast(Any, Group(at_once=True)), cast(Any, NeverKnown())
     gone = RankFailedError(1, "it is gone")
-    merged = MergedBuckets(group, CPU, weight, limit=0, failure=lambda: gone)
-    send(merged, torch.ones(4))
+    merged = merged_on(group, CPU, limit=0, weight=weight, failure=lambda: gone)
     with pytest.raises(RankFailedError):
-        merged.finish()
+        send(merged, torch.ones(4))
+    assert not group.sent
 
 
 def test_on_a_gpu_the_stream_waits() -> None:
     group: Any = Group()
     merged = merged_on(group, GPU, limit=0)
     send(merged, torch.ones(4), torch.ones(4))
-    assert merged.finish() == math.inf, "the host cannot know"
+    assert merged._await_all() == math.inf, "the host cannot know"
     assert all(work.waited_for.is_set() for _, work in group.sent)
     assert merged.under_way
     for _, work in group.sent:
@@ -130,7 +137,7 @@ def test_on_a_cpu_the_host_waits_for_all() -> None:
     send(merged, torch.ones(4), torch.ones(4))
     assert merged.under_way
     done: list[float] = []
-    last = threading.Thread(target=lambda: done.append(merged.finish()))
+    last = threading.Thread(target=lambda: done.append(merged._await_all()))
     last.start()
     assert group.sent[0][1].waited_for.wait(WAIT)
     group.sent[0][1].future.set_result(None)
@@ -150,7 +157,7 @@ def test_a_failure_elsewhere_wakes_the_last_hook() -> None:
     def hook() -> None:
         try:
             send(merged, torch.ones(4))
-            merged.finish()
+            merged._await_all()
         except RankFailedError as error:
             raised.append(error)
 
@@ -174,7 +181,7 @@ def test_what_fails_itself_is_said() -> None:
     group.at_once = True
     send(merged, torch.ones(4))
     with pytest.raises(ValueError, match="connection closed"):
-        merged.finish()
+        merged._await_all()
 
 
 @pytest.mark.parametrize(

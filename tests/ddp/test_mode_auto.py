@@ -104,7 +104,6 @@ class Fit:
                 values=end,  # type: ignore[arg-type]
                 point=first,
                 tuner=None if rank else self.tuner,
-                on_change=lambda _: None,
                 device=torch.device("cpu"),
                 clock=lambda: self.now,
             )

@@ -72,7 +72,7 @@ def arrived(step: OverlappedStep, parameter: nn.Parameter) -> BucketUpdate:
     update = BucketUpdate(step, GradientBucket(0, [parameter], buffer, 0), task)
     parameter.grad = buffer.view(3)
     step.updates.append(update)
-    step._all_closed = True
+    step.transforms.complete = True
     return update
 
 
@@ -202,4 +202,4 @@ def test_nothing_leads_to_a_step_that_is_finished(step: OverlappedStep, paramete
     step.finish()
     assert not step.is_pending
     assert update.due is None
-    assert step.due_tasks() == []
+    assert step.tasks_in_flight() == []

@@ -74,7 +74,6 @@ class SimulatedFit:
             values=self.values,  # type: ignore[arg-type]
             point=first,
             tuner=tuner,
-            on_change=self.changes.append,
             device=torch.device("cpu"),
             clock=lambda: self.now,
         )
@@ -90,6 +89,8 @@ class SimulatedFit:
             self.step += 1
             self.in_force.before_forward(self.step)
             self.in_force.before_forward(self.step)  # accumulated gradients
+            if not self.points or self.points[-1] != self.point:
+                self.changes.append(self.point)
             self.points.append(self.point)
             if self.in_force.ddp_mode:
                 self.in_force.add_exposed(math.inf)

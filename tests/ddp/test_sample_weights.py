@@ -22,7 +22,7 @@ from torch import nn
 from lightning_bytescheduler import ByteSchedulerStrategy, OptionError, PerformanceMonitor
 from lightning_bytescheduler.collectives import number_exchange
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange, PostedNumbers
-from lightning_bytescheduler.ddp.sample_weights import SampleCounter, SampledWeight, SampleWeights, StepWeight
+from lightning_bytescheduler.ddp.sample_weights import SampleCounter, SampleWeights, StepWeight
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDifferError, UnsupportedError
 from tests.parity.weighted_fits import Case, fitted
 from tests.support.fit import SIZES, Recipe, Run, train
@@ -194,7 +194,7 @@ def test_factors_of_all_ranks_make_a_mean(batches: list[list[int]]) -> None:
     counted = 0.0
     for rank in range(3):
         own = [batch[rank] for batch in batches]
-        weight = SampledWeight([(batch[rank], posted(*batch)) for batch in batches])
+        weight = StepWeight(1, [(batch[rank], posted(*batch)) for batch in batches])
         first = next((number for number in own if number), 0)
         counted += sum(weight.factor * number / first for number in own) if first else weight.factor
     assert counted == pytest.approx(len(batches) if total else 0.0)
@@ -202,7 +202,7 @@ def test_factors_of_all_ranks_make_a_mean(batches: list[list[int]]) -> None:
 
 @given(st.integers(1, 1 << 30), st.integers(1, 9), st.integers(2, 64))
 def test_where_counts_are_equal_the_factor_is_ddps_to_the_last_bit(number: int, batches: int, ranks: int) -> None:
-    weight = SampledWeight([(number, posted(*[number] * ranks))] * batches)
+    weight = StepWeight(1, [(number, posted(*[number] * ranks))] * batches)
     assert weight.factor == 1.0 / ranks
 
 
@@ -264,23 +264,14 @@ def test_a_backward_pass_that_nobody_told_of_counts_by_the_last_batch() -> None:
     assert step.factor == 2 / 8
 
 
-def test_only_a_pass_without_samples_that_nobody_waits_for_is_left_out() -> None:
-    weights = weights_of([0, 3], [4, 1])
-    assert not weights.leaves_out(communicates=False)
-    weights.begin_batch("batch")
-    assert not weights.leaves_out(communicates=True)
-    assert weights.leaves_out(communicates=False)
-    weights.begin_batch("batch")
-    assert not weights.leaves_out(communicates=False)
-    assert step_of(weights).factor == 3 * 2 / 8
-
-
-def test_a_pass_without_a_sample_adds_nothing_even_if_its_loss_is_not_a_number() -> None:
+@pytest.mark.parametrize("empty_first", [False, True])
+def test_a_pass_without_a_sample_adds_nothing_even_if_its_loss_is_not_a_number(empty_first: bool) -> None:
     """Zero times the mean over no sample is not zero."""
-    sizes, exchange = iter([4, 0]), cast(Any, Exchange([4, 4]))
+    sizes, exchange = iter([0, 4] if empty_first else [4, 0]), cast(Any, Exchange([4, 4]))
     weight = nn.Parameter(torch.ones(2))
     weights = SampleWeights(SampleCounter(lambda batch: next(sizes), 0), exchange, parameters=[weight])
-    for loss in (weight.sum(), (weight * torch.zeros(2)).sum() / torch.zeros(())):
+    losses = [weight.sum(), (weight * torch.zeros(2)).sum() / torch.zeros(())]
+    for loss in reversed(losses) if empty_first else losses:
         weights.begin_batch(None)
         with weights.backward(loss):
             loss.backward()
@@ -300,7 +291,7 @@ def test_what_an_epoch_leaves_of_a_step_is_none_of_the_next() -> None:
 
 
 def test_a_step_without_any_sample_has_no_gradient() -> None:
-    assert SampledWeight([(0, posted(0, 0))]).factor == 0.0
+    assert StepWeight(2, [(0, posted(0, 0))]).factor == 0.0
 
 
 def test_steps_without_any_sample_are_warned_of_once(recwarn: pytest.WarningsRecorder) -> None:

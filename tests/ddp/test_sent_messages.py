@@ -13,7 +13,7 @@ import torch
 from lightning_bytescheduler.ddp import steps as steps_module
 from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
-from lightning_bytescheduler.ddp.steps import MergedBuckets, SentMessages
+from lightning_bytescheduler.ddp.steps import MergedStep
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, Span, Timeline, read_timeline
 
 
@@ -53,19 +53,23 @@ class Steps:
         self.group = Group()
         when_ready = (lambda mark, then: then()) if streams is None else streams.when_ready
         self.timeline = Timeline(path, clock=lambda: 0.0, wall_clock=lambda: 0.0)
-        fit: Any = SimpleNamespace(
-            record=Record(self.timeline, clock=lambda: self.now),
-            device=torch.device("cpu"),
-            wire=SimpleNamespace(route=SimpleNamespace(when_ready=when_ready, wire_share=1.5)),
-        )
         group: Any = self.group
-        device: Any = SimpleNamespace(type="any")  # nothing is waited for on the host
         group._get_backend = lambda _: SimpleNamespace(name=lambda: "any")
-        self._merged = MergedBuckets(group, device, StepWeight(4), record=SentMessages(fit, 7).sending)
+        route = SimpleNamespace(group=group, streams=None, when_ready=when_ready, wire_share=1.5)
+        fit: Any = SimpleNamespace(
+            device=torch.device("cpu"),
+            own_failure=lambda: None,
+            record=Record(self.timeline, clock=lambda: self.now),
+            reduction=lambda number, overlaps: None,
+            weight=StepWeight(4),
+            wire=SimpleNamespace(route=route),
+        )
+        self._merged = MergedStep(fit, 7)
 
     def send(self, *buffers: torch.Tensor) -> None:
         """All of them in one message."""
-        self._merged._send_together(list(buffers), 0.25)
+        self._merged._waiting = list(buffers)
+        self._merged._send_waiting()
 
     def spans(self) -> list[Span]:
         self.timeline.close()

@@ -139,5 +139,3 @@ def test_what_was_decided_is_known_when_a_script_has_destroyed_its_groups() -> N
     tuning = FitTuning(SchedulerOptions(), timeout=None)
     tuning._in_force = Mock()  # as on a rank that decides nothing
     assert "rank 0 times steps" in tuning.standing
-    tuning.end([])
-    assert "rank 0 times steps" in tuning.standing

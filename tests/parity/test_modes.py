@@ -11,7 +11,7 @@ import pytest
 from torch.optim import AdamW
 
 from lightning_bytescheduler.ddp.fit import Fit
-from lightning_bytescheduler.ddp.steps import MergedBuckets
+from lightning_bytescheduler.ddp.steps import MergedStep
 from lightning_bytescheduler.tuning import credit_tuner
 from lightning_bytescheduler.tuning.search import CreditTuning
 from lightning_bytescheduler.tuning.sizes import PLAIN_DDP
@@ -98,13 +98,13 @@ def test_synchronised_steps_are_ddps_too(two_ranks: RankPool) -> None:
 def sent_together(rank: int, recipe: Recipe, **ddp: Any) -> list[int]:
     """How many buckets each message of some steps as DDP's had."""
     counts: list[int] = []
-    send = MergedBuckets._form
+    send = MergedStep._send_waiting
 
-    def counted(self: MergedBuckets) -> None:
+    def counted(self: MergedStep) -> None:
         counts.append(len(self._waiting))
         send(self)
 
-    with patch.object(MergedBuckets, "_form", counted):
+    with patch.object(MergedStep, "_send_waiting", counted):
         train(rank, recipe, Run(options={**SIZES, "mode": "ddp", **ddp}))
     return counts
 

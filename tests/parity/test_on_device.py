@@ -51,7 +51,6 @@ def train_there(rank: int, recipe: Recipe, run: Run) -> tuple[Outcome, set[str],
 
     with (
         patch.object(GradientCompression, "encoded", counting(GradientCompression.encoded)),
-        patch.object(GradientCompression, "in_factors", counting(GradientCompression.in_factors)),
         patch.object(AllReduce, "launch_encoded", seen),
     ):
         return train(rank, recipe, run), kinds, stayed[0]

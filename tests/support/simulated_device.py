@@ -155,7 +155,7 @@ def on_device() -> Iterator[None]:
         for kind in (Reduction, ShardedReduction):
             stack.enter_context(patch.object(kind, "reduce", _from_device(kind.reduce)))
         stack.enter_context(patch.object(dense, "generator_on", generator_on))
-        stack.enter_context(patch.object(GradientCompression, "in_factors", _there(GradientCompression.in_factors)))
+        stack.enter_context(patch.object(GradientCompression, "encoded", _there(GradientCompression.encoded)))
         yield
 
 

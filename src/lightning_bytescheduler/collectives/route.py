@@ -89,7 +89,6 @@ class AllReduce:
         self.all_reduce: Averaging = all_reduce
         self.wire_share = 2 * (group.size() - 1) / group.size()
         self._on_error = on_error
-        self._around_waits: Callable[[], AbstractContextManager[object]] = nullcontext
         self._started = 0
         self._codec = WorkThread("codec")
         self._failing = threading.Lock()  # held while the cause of a failure is found; taken first
@@ -159,15 +158,10 @@ class AllReduce:
             SchedulerTimeoutError: If it did not come in time.
             BaseException: The task's error.
         """
-        with self._around_waits():
-            if self.streams is None:
-                task.wait(timeout)
-            else:
-                self.streams.join(task, timeout)
-
-    def measure_waits(self, around: Callable[[], AbstractContextManager[object]]) -> None:
-        """Enter ``around`` during each wait for a task's result."""
-        self._around_waits = around
+        if self.streams is None:
+            task.wait(timeout)
+        else:
+            self.streams.join(task, timeout)
 
     def mark(self) -> ReadyMark:
         """Return the moment at which the current stream has done all its work so far."""

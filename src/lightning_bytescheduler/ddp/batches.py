@@ -46,7 +46,7 @@ from torch.utils.data import (
 
 from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
 from lightning_bytescheduler.ddp.fit import Fit
-from lightning_bytescheduler.ddp.sample_weights import BatchSizes, RobustMean, SampleWeights, Weighting
+from lightning_bytescheduler.ddp.sample_weights import BatchSizes, RobustMean, Weighting
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_info
 
@@ -485,9 +485,7 @@ class BatchSharing:
             plan.share_out(lambda n, size: part_of(shares(n), size), unfinished=lambda: unfinished_batches(trainer))
             self._sizes = plan
         if fit is not None:
-            cast(SampleWeights, fit.weights).share_out(
-                self.balance.add, self._sizes, lambda: trainer.fit_loop.batch_idx
-            )
+            fit.weights.share_out(self.balance.add, self._sizes, lambda: trainer.fit_loop.batch_idx)
         said = f"by rank {self.balance.present}"
         if self.balance.follows_pace:
             said = f"by pace; a change counts {self.balance.ahead} batches later, as loaders draw ahead"

@@ -24,9 +24,9 @@ Source: error feedback in both directions: Tang et al., "DoubleSqueeze", ICML 20
 compressed shards: BytePS, and Zhong et al., "Compressed Communication for Distributed Training".
 
 Threads: ``CompressedBucket.scatter`` and ``.gather`` run on the codec thread. What follows them runs on the completion
-thread, once everything sent in the same part is encoded. Residuals are created on the codec thread; those of matrices
-by the training thread before a bucket is sent, on a GPU before the event that marks the gradient as complete. Parts do
-not overlap, so threads share only counters, which have their own lock.
+thread, once everything sent in the same part is encoded. The training thread makes residuals before a bucket is sent,
+on a GPU before the event that marks the gradient as complete. Parts do not overlap, so threads share only counters,
+which have their own lock.
 
 On a GPU all arithmetic runs where gradients are, and only payloads are copied (``device_streams.py``). Decoding uses
 only operations with one correct result, so that different processors get the same bits; matrix products of factors are
@@ -39,8 +39,9 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,7 @@ from lightning_bytescheduler.compression.compressor import is_finite
 from lightning_bytescheduler.compression.powersgd import Matrix, PowerSGD
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.fit_report import Record
-from lightning_bytescheduler.ddp.reduction import GradientBucket, OnEnd, Phase, Reduction, Uncompressed
+from lightning_bytescheduler.ddp.reduction import EncodedBucket, GradientBucket, Phase, Reduction, Uncompressed
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
@@ -85,7 +86,7 @@ class Piece:
 
     Attributes:
         codec: Their codec; ``None`` for uncompressed.
-        residual: Flat, fp32, as long as the piece; ``None`` if nothing was left out so far.
+        residual: Flat, fp32, as long as the piece; ``None`` without a codec.
         idle: Whether the parameter has no gradient on this rank. If that holds on all ranks, no optimizer applies what
             is sent, so no residual may be sent with it.
     """
@@ -94,7 +95,6 @@ class Piece:
     end: int
     codec: Compressor | None
     residual: Tensor | None = None
-    name: str = ""
     idle: bool = False
 
     def within(self, first: int, end: int) -> Piece | None:
@@ -104,7 +104,7 @@ class Piece:
             return None
         here = slice(start - self.first, stop - self.first)
         residual = None if self.residual is None else self.residual[here]
-        return Piece(start, stop, self.codec, residual, self.name, self.idle)
+        return Piece(start, stop, self.codec, residual, self.idle)
 
     def nbytes(self, width: int) -> int:
         """Return the bytes on the wire; an uncompressed element takes ``width`` bytes."""
@@ -139,7 +139,7 @@ class CompressedBucket:
     so nothing else is sent between them.
 
     Args:
-        pieces: One piece for each whole parameter, without residuals.
+        pieces: One piece for each whole parameter.
         weight: This rank's weight, known before anything is sent; residuals hold gradients times its factor.
         copies: Copies payloads between ``buffer``'s device and host memory.
     """
@@ -160,11 +160,16 @@ class CompressedBucket:
         self._weight = weight
         self._sums: dict[int, Tensor] = {}  # by index of the part: this rank's encoded shard
 
+    def reduce(self, reduction: Reduction, bucket: GradientBucket, **scattered: Any) -> CommTask:
+        """See ``EncodedBucket``."""
+        route, buffer = reduction.route, self._buffer
+        to_owners, to_all = (partial(route.launch_encoded, start) for start in (self.scatter, self.gather))
+        return reduction.in_halves(bucket, buffer, to_owners, to_all, route.mark(), **scattered)
+
     def scatter(self, group: dist.ProcessGroup, sub_task: SubCommTask, number: int) -> StartedOperation:
         """Send a part's shards to their owners, and sum this rank's shard; an ``EncodedStart``."""
         rank, seed = group.rank(), _seed(sub_task)
         with self._observer.working("encode", sub_task), self._copies.working():
-            self._take_residuals(sub_task)
             shards = self._shards(group, sub_task)
             scale(self._buffer[sub_task.offset : sub_task.offset + sub_task.size], self._weight.factor)
             sent = {
@@ -200,13 +205,6 @@ class CompressedBucket:
 
         senders = {rank: shards[rank] for rank in others_of(group) if rank in shards}
         return self._messages(group, sub_task, senders, sent, number, place)
-
-    def _take_residuals(self, sub_task: SubCommTask) -> None:
-        """Give each piece of a part its residual."""
-        edges = sub_task.offset, sub_task.offset + sub_task.size
-        for at, piece in enumerate(self._pieces):
-            if piece.within(*edges) is not None:
-                self._pieces[at] = self._observer.with_residual(piece)
 
     # ------------------------------------------------------------------ messages
 
@@ -374,8 +372,8 @@ class LowRankBucket:
         """Elements of the right task."""
         return len(self._rights)
 
-    def reduce(self, reduction: Reduction, bucket: GradientBucket, on_end: OnEnd | None) -> CommTask:
-        """See :meth:`Reduction.reduce`."""
+    def reduce(self, reduction: Reduction, bucket: GradientBucket, **_: Any) -> CommTask:
+        """See ``EncodedBucket``; it has no shards."""
         ready, launch, share = reduction.route.mark(), reduction.route.launch_encoded, reduction.world_size - 1
         # Unencoded, the bucket would travel once to its owners and once to all.
         half = share / reduction.world_size * self._buffer.nbytes
@@ -385,13 +383,13 @@ class LowRankBucket:
             if left.error is None:
                 right.notify_ready()
 
-        def enqueue(name: str, phase: Phase, size: int, start: EncodedStart, on_end: OnEnd | None) -> CommTask:
+        def enqueue(name: str, phase: Phase, size: int, start: EncodedStart, **more: Any) -> CommTask:
             return reduction.enqueue(
-                bucket, size, partial(launch, start), name=name, phase=phase, wire_bytes=half / size, on_end=on_end
+                bucket, size, partial(launch, start), name=name, phase=phase, wire_bytes=half / size, **more
             )
 
-        left = enqueue(" left", Phase.LEFT, self.left_size, self.left, ended)
-        right = enqueue(" right", Phase.RIGHT, self.right_size, self.right, on_end)
+        left = enqueue(" left", Phase.LEFT, self.left_size, self.left, on_end=ended)
+        right = enqueue(" right", Phase.RIGHT, self.right_size, self.right)
         reduction.notify_ready(left, ready)
         return right
 
@@ -460,7 +458,7 @@ class GradientCompression(Uncompressed):
         record: Takes the measurements.
         loss_scale: Returns the current factor of losses, which residuals also contain; ``None`` if it never changes.
         idle: Whether a parameter has got no gradient in this step on this rank; asked when its bucket is ready.
-        may_drop: See :class:`Residuals`.
+        may_drop: Whether user code may drop mean gradients without an optimizer step; see :class:`Residuals`.
 
     Attributes:
         ratio: How many times fewer bytes travel for all gradients together, as far as that does not depend on their
@@ -492,7 +490,7 @@ class GradientCompression(Uncompressed):
         self.compressed = {name: codec.spec for name, codec in known.items()}
         self.ratio = rules.ratio(parameters)
         compressed = {name: parameters[name] for name in self.compressed}
-        self.residuals = Residuals(compressed, may_drop=may_drop)
+        self.residuals = Residuals(compressed if may_drop else None)
 
     def work_on(self, copies: PayloadCopies) -> None:
         """Encode where gradients are, from which ``copies`` copies payloads; before the first step."""
@@ -506,22 +504,13 @@ class GradientCompression(Uncompressed):
             self.seen = lambda: None
         self.residuals.begin_step(self._loss_scale())
 
-    def encoded(self, bucket: GradientBucket, weight: StepWeight) -> CompressedBucket | None:
+    def encoded(self, bucket: GradientBucket, weight: StepWeight) -> EncodedBucket | None:
         """See ``Uncompressed``."""
-        if not any(id(parameter) in self._codecs for parameter in bucket.parameters):
-            return None
-        return CompressedBucket(bucket.buffer, list(self._pieces(bucket.parameters)), self, weight, self.copies)
+        if any(id(parameter) in self._codecs for parameter in bucket.parameters):
+            return CompressedBucket(bucket.buffer, list(self._pieces(bucket.parameters)), self, weight, self.copies)
+        return self._in_factors(bucket, weight) if self._low_rank else None
 
-    def with_residual(self, piece: Piece) -> Piece:
-        """Return the piece of a whole parameter with its residual; called on the thread that sends it."""
-        if piece.codec is None:
-            return piece
-        return replace(piece, residual=self.residuals.to_change(piece.name, piece.end - piece.first))
-
-    def in_factors(self, bucket: GradientBucket, weight: StepWeight) -> LowRankBucket | None:
-        """See ``Uncompressed``."""
-        if not self._low_rank:
-            return None
+    def _in_factors(self, bucket: GradientBucket, weight: StepWeight) -> LowRankBucket | None:
         matrices, rest = [], []
         at = 0
         for parameter in bucket.parameters:
@@ -533,11 +522,11 @@ class GradientCompression(Uncompressed):
                 rest.append(slice(at, at + size))
             else:
                 right = self.residuals.right_of(name, shape[1], codec)
-                residual = self.residuals.to_change(name, size)
                 if self._idle(parameter):
+                    residual = self.residuals.of(name, size)
                     matrices.append(Matrix(at, shape, torch.zeros_like(residual), right, later=residual))
                 else:
-                    matrices.append(Matrix(at, shape, residual, right))
+                    matrices.append(Matrix(at, shape, self.residuals.to_change(name, size), right))
             at += size
         if not matrices:
             return None
@@ -549,7 +538,12 @@ class GradientCompression(Uncompressed):
             with torch._C.DisableTorchFunctionSubclass():
                 size = parameter.numel()
             name, codec = self._codecs.get(id(parameter), ("", None))
-            yield Piece(at, at + size, codec, name=name, idle=codec is not None and self._idle(parameter))
+            if codec is None:
+                yield Piece(at, at + size, None)
+            else:
+                idle = self._idle(parameter)
+                residual = (self.residuals.of if idle else self.residuals.to_change)(name, size)
+                yield Piece(at, at + size, codec, residual, idle)
             at += size
 
     @contextmanager

@@ -53,7 +53,7 @@ from lightning_bytescheduler.ddp.fit_report import OverlapPlan, Record, millisec
 from lightning_bytescheduler.ddp.gates import can_be_gated
 from lightning_bytescheduler.ddp.reads import AliasDetector, SeenReads
 from lightning_bytescheduler.ddp.sample_weights import SampleCounter
-from lightning_bytescheduler.ddp.steps import MergedBuckets, OverlappedStep, PlainStep, ScheduledBuckets, merged_bytes
+from lightning_bytescheduler.ddp.steps import MergedStep, OverlappedStep, PlainStep, merged_bytes
 from lightning_bytescheduler.ddp.wire import AgreedSizes, ServerOptions, Wire, agree_on_sizes
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import (
@@ -253,7 +253,6 @@ class PointInForce(StepMode):
         values: AgreedValues,
         point: TuningPoint,
         tuner: CreditTuner | None = None,
-        on_change: Callable[[TuningPoint], None],
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -261,7 +260,6 @@ class PointInForce(StepMode):
         self._core = core
         self._values = values
         self._tuner = tuner
-        self._on_change = on_change
         self._times = StepTimer(device, clock)
         self._exposed: deque[float] = deque(maxlen=_SHOWN)
         self._hideable: float | None = None
@@ -315,7 +313,6 @@ class PointInForce(StepMode):
         self._hideable = None
         if not point.is_plain_ddp:
             self._core.credit, self._core.partition_size = point
-        self._on_change(point)
 
 
 class FitTuning:
@@ -330,7 +327,6 @@ class FitTuning:
         self._timeout = timeout
         self._own: CreditTuner | None = None  # its knowledge outlives a fit
         self._pacing: CreditTuner | None = None  # where no size is searched: writes no record
-        self._stood = ""  # what was decided in the last fit
         self._tuner: CreditTuner | None = None  # the user's or this one, among the callbacks during a fit
         self._deciding: CreditTuner | None = None  # on rank 0, during a fit
         self._in_force: PointInForce | None = None
@@ -346,30 +342,17 @@ class FitTuning:
             self._tuner = self._own = self._own or CreditTuner()
             callbacks.insert(1, self._own)  # after the strategy's hooks
 
-    def begin(
-        self,
-        module: nn.Module,
-        fit: Fit,
-        device: torch.device,
-        on_change: Callable[[TuningPoint], None],
-        *,
-        slow: bool,
-        in_shards: bool,
-    ) -> tuple[StepMode, str]:
+    def begin(self, module: nn.Module, fit: Fit, *, slow: bool) -> tuple[StepMode, str]:
         """Begin a fit whose steps may overlap; every rank calls this before its first step.
 
         Args:
             module: What is trained.
             fit: The fit.
-            device: The device on which the default group needs its tensors.
-            on_change: Called with the first point in force and each later one, if rank 0 decides on points.
             slow: Whether the link is known to be slow for the model.
-            in_shards: Whether gradients are reduced in shards.
 
         Returns:
             How steps are taken, and why they begin as they do, in a few words.
         """
-        self._stood = ""
         if not self._tunes:
             self.say_untuned("there is no size to find (mode='auto' without credit=, tuning='credit' or 'both')")
         mode, trainer = self._options.mode, getattr(module, "_trainer", None)
@@ -384,10 +367,10 @@ class FitTuning:
             if self._deciding is None:
                 self._deciding = self._pacing = self._pacing or CreditTuner()
                 folder = None
-            problem = self._problem(module, fit, tunes=tunes, in_shards=in_shards)
+            problem = self._problem(module, fit, tunes=tunes)
             as_ddp = mode == "auto" and not slow and not asked
             first = self._deciding.begin(**problem, plain_ddp=mode == "auto", as_ddp=as_ddp, folder=folder)
-        message = torch.tensor([MODES.index(mode), decides, slow, *first], dtype=torch.int64, device=device)
+        message = torch.tensor([MODES.index(mode), decides, slow, *first], dtype=torch.int64, device=fit.device)
         dist.broadcast(message, src=0)
         number, decides, slow, *sizes = message.tolist()
         mode, first = MODES[number], TuningPoint(*sizes)
@@ -398,8 +381,7 @@ class FitTuning:
             values=AgreedValues(2, timeout=self._timeout, failure=fit.own_failure),
             point=first,
             tuner=self._deciding,
-            on_change=on_change,
-            device=device,
+            device=fit.device,
         )
         return self._in_force, first_pace(mode, slow=bool(slow), as_ddp=first.is_plain_ddp)
 
@@ -413,7 +395,7 @@ class FitTuning:
     def standing(self) -> str:
         """Result of this fit's decisions so far, in words; empty if nothing is known or decided."""
         if self._in_force is None:
-            return self._stood
+            return ""
         # torch is not asked for the rank: a script may have destroyed its groups before this ends.
         tuner = self._deciding
         return "rank 0 times steps and says what is fastest" if tuner is None else tuner.search.standing
@@ -425,7 +407,6 @@ class FitTuning:
 
     def end(self, callbacks: list[pl.Callback]) -> None:
         """Stop the tuner, and remove one that was added; bounded, idempotent."""
-        self._stood = self.standing
         self._deciding = self._tuner = None
         in_force, self._in_force = self._in_force, None
         if in_force is not None:
@@ -433,7 +414,7 @@ class FitTuning:
         if self._own in callbacks:
             callbacks.remove(self._own)
 
-    def _problem(self, module: nn.Module, fit: Fit, *, tunes: bool, in_shards: bool) -> dict[str, Any]:
+    def _problem(self, module: nn.Module, fit: Fit, *, tunes: bool) -> dict[str, Any]:
         """Return what a tuner has to know of the model and the link."""
         options, sizes, link = self._options, fit.wire.agreed.sizes, fit.wire.agreed.link
         trained = [p for p in module.parameters() if p.requires_grad]
@@ -458,7 +439,7 @@ class FitTuning:
                 workers=dist.get_world_size(),
                 backend=dist.get_backend(fit.wire.groups.data),
                 link=link,
-                in_shards=in_shards,
+                in_shards=fit.sharded,
                 credit=0 if space.tunes_credit else options.credit,
                 partition_size=0 if space.tunes_partitions else options.partition_size,
             ),
@@ -627,7 +608,7 @@ class DecidedFit(Fit):
         more: For :class:`Fit`.
 
     Attributes:
-        plan: What was decided; ``None`` before.
+        plan: What was decided, without results; ``None`` before.
     """
 
     def __init__(
@@ -657,13 +638,12 @@ class DecidedFit(Fit):
 
     def make_step(self, number: int, *, as_ddp: bool) -> TrainingStep:
         """See :class:`Fit`."""
+        exposed = self.mode.add_exposed if as_ddp else None
         if as_ddp and self.merges:
-            merged = MergedBuckets.of(self, number, limit=self._merged_bytes, processors=self._processors)
-            return PlainStep(self, number, merged, self.mode.add_exposed)
+            return MergedStep(self, number, exposed, limit=self._merged_bytes, processors=self._processors)
         if number > 1 and self.overlapped and not as_ddp:
             return OverlappedStep(self, number)
-        exposed, each = self.mode.add_exposed if as_ddp else None, self.static_graph and number == 1
-        return PlainStep(self, number, ScheduledBuckets(self, number), exposed, each=each)
+        return PlainStep(self, number, exposed, each=self.static_graph and number == 1)
 
     def begin_steps(self, module: nn.Module, reasons: Iterable[str], *, norm_needed_by: tuple[str, ...] = ()) -> None:
         """Decide with the other ranks what overlaps, set up the steps, and report it.
@@ -679,31 +659,18 @@ class DecidedFit(Fit):
             *option_reasons(cross_barrier=self._options.scheduler.cross_barrier, bucket_views=views),
             *model_reasons(module),
         )
-        unseen = unseen_parameters(module)
-        plan = OverlapPlan(steps="synchronised", reasons=reasons)
-        if not reasons:
-            plan = OverlapPlan(
-                steps="overlapped",
-                gradients="reduce-scatter" if norm_needed_by else "all-reduce",
-                norm_needed_by=norm_needed_by,
-                gated_at_start=names_of(module, unseen),
-                held_elsewhere=names_of(module, self.reads.find_held()),
-            )
-        strategy, codec, agreed = self._strategy, self.codec, self.wire.agreed
+        strategy, codec, link = self._strategy, self.codec, self.wire.agreed.link
         agree = strategy.reduce_boolean_decision
-        if not agree(plan.overlapped) and plan.overlapped:  # all ranks must send the same
-            plan = OverlapPlan(steps="synchronised", reasons=("another rank cannot let its steps overlap",))
-        self.sharded = agree(plan.gradients == "reduce-scatter", all=False)
-        weighting = "samples" if self.weights.by_samples else "ranks"
-        plan = replace(plan, weighting=weighting, compressed=codec.compressed, compression_ratio=codec.ratio)
-        self.plan = plan
+        if not agree(not reasons) and not reasons:  # all ranks must send the same
+            reasons = ("another rank cannot let its steps overlap",)
+        overlapped, pace = not reasons, ""
+        self.sharded = agree(overlapped and bool(norm_needed_by), all=False)
+        self.reads.unseen = unseen_parameters(module)
         nbytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-        link, pace = agreed.link, ""
-        if plan.overlapped:
+        if overlapped:
+            self.reads.find_held()
             slow = link is not None and is_slow(link, nbytes=nbytes, busy_processor=self.device.type == "cpu")
-            self.mode, pace = self._options.tuning.begin(
-                module, self, self.device, self._point_changed, slow=slow, in_shards=self.sharded
-            )
+            self.mode, pace = self._options.tuning.begin(module, self, slow=slow)
             names = {id(p): name for name, p in module.named_parameters()}
             self.reads.seen = SeenReads(names, strategy.global_rank, getattr(module, "_trainer", None))
         else:
@@ -711,13 +678,25 @@ class DecidedFit(Fit):
             by_itself = self._options.scheduler.mode == "auto" and self._options.scheduler.cross_barrier
             self.mode = StepMode(agree(self._options.scheduler.mode == "ddp" or by_itself))
             self._options.tuning.say_untuned("steps cannot overlap")
-        self.plan = replace(plan, as_ddp=self.mode.ddp_mode, pace=pace)
-        self.overlapped = plan.overlapped
-        self.reads.unseen = unseen
+        self.overlapped = overlapped
+        self.plan = OverlapPlan(
+            steps="overlapped" if overlapped else "synchronised",
+            reasons=reasons,
+            gradients="reduce-scatter" if self.sharded else "all-reduce",
+            norm_needed_by=norm_needed_by if overlapped else (),
+            pace=pace,
+            weighting="samples" if self.weights.by_samples else "ranks",
+            compressed=codec.compressed,
+            compression_ratio=codec.ratio,
+        )
         self._merged_bytes = 0 if self._options.own_buckets else merged_bytes(self.device, link)
         self._processors = own_processors(strategy.num_processes)
-        ranks, policy = self.wire.groups.world_size, self._options.scheduler.policy
-        say_start(self.plan, agreed, ranks, nbytes, tuned=self._options.tuning.tunes_now, policy=policy)
+        ranks, policy, tuned = (
+            self.wire.groups.world_size,
+            self._options.scheduler.policy,
+            self._options.tuning.tunes_now,
+        )
+        say_start(self.so_far() or self.plan, self.wire.agreed, ranks, nbytes, tuned=tuned, policy=policy)
 
     def step_with(
         self,
@@ -754,24 +733,20 @@ class DecidedFit(Fit):
         """Within the context, ``optimizer.step`` hands the step to this fit."""
         return deferred_step(optimizer, self)
 
-    def _point_changed(self, point: TuningPoint) -> None:
-        if self.plan is not None:
-            self.plan = replace(self.plan, as_ddp=point.is_plain_ddp)
-
     def so_far(self) -> OverlapPlan | None:
         """Return the plan with its results so far; ``None`` before there is one."""
         plan, reads, statistics, module = self.plan, self.reads, self.record.statistics, self.module()
         if plan is None:
             return None
-        if self.wire.servers is not None:
-            plan = replace(plan, placement=self.wire.servers.push_pull.shares.so_far)
+        servers = self.wire.servers
+        placement = None if servers is None else servers.push_pull.shares.so_far
+        plan = replace(plan, as_ddp=self.mode.ddp_mode, placement=placement)
         if not plan.overlapped:
             return plan
-        if module is not None:  # unseen reads, and aliases, may have been found after the plan was made
-            unseen, held = names_of(module, reads.unseen), names_of(module, reads.held_elsewhere)
-            plan = replace(plan, gated_at_start=unseen, held_elsewhere=held)
         return replace(
             plan,
+            gated_at_start=() if module is None else names_of(module, reads.unseen),
+            held_elsewhere=() if module is None else names_of(module, reads.held_elsewhere),
             opened_for=dict(reads.opened_for),
             pace=self._options.tuning.standing or plan.pace,
             early_readers=dict(reads.seen.steps),

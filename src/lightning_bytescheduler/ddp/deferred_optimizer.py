@@ -458,7 +458,7 @@ def deferring(optimizer: Optimizer, fit: Fit, plugin: Precision) -> Iterator[Non
 
 def _or_else(fit: Fit, defer: str, clip: Callable[[Optimizer, float], None]) -> Callable[[Optimizer, float], None]:
     def clip_later(optimizer: Optimizer, clip_val: float) -> None:
-        if not getattr(fit.step, defer)(optimizer, clip_val):  # the step that the closure has begun
+        if not getattr(fit.step.transforms, defer)(optimizer, clip_val):  # the step that the closure has begun
             clip(optimizer, clip_val)
 
     return clip_later

@@ -144,7 +144,7 @@ class FabricFit(DecidedFit):
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
         """Clip gradients by value when they have arrived; return ``False`` if the caller has to clip now."""
-        return False not in self._has(optimizer) and self.step.clip_value(optimizer, limit)
+        return False not in self._has(optimizer) and self.step.transforms.clip_value(optimizer, limit)
 
 
 class _PublishingLauncher(PublishesFailures, _FabricLauncher):

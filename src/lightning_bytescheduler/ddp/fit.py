@@ -30,6 +30,7 @@ and by the route. All threads are named ``bytescheduler-*``, and :meth:`Fit.stop
 
 import atexit
 import logging
+import math
 import os
 import sys
 import threading
@@ -49,12 +50,12 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.collectives.number_exchange import NumberExchange
 from lightning_bytescheduler.ddp.ddp_arguments import refuse_join, refuse_steps_in_backward
 from lightning_bytescheduler.ddp.entry_points import watch_entry_points
+from lightning_bytescheduler.ddp.gradient_transforms import Transforms
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
 from lightning_bytescheduler.ddp.reads import ForwardPass, Reads
 from lightning_bytescheduler.ddp.reduction import Reduction, ShardedReduction, Uncompressed
 from lightning_bytescheduler.ddp.sample_weights import (
     DeviceTime,
-    RankWeights,
     SampleCounter,
     SampleWeights,
 )
@@ -237,14 +238,11 @@ class Fit:
         self._process: int | None = None  # while threads run
         self._leave_entry_points: Callable[[], None] = lambda: None
 
-    def _weights(self, counter: SampleCounter | None, parameters: list[nn.Parameter]) -> RankWeights:
+    def _weights(self, counter: SampleCounter | None, parameters: list[nn.Parameter]) -> SampleWeights:
         wire, device, statistics = self.wire, self.device, self.record.statistics
         ranks = wire.route.group.size()
         if counter is None:
-            return RankWeights(ranks)
-        device_time = DeviceTime(device) if device.type == "cuda" else None
-        if device_time is not None:
-            wire.route.measure_waits(device_time.waiting)
+            return SampleWeights(ranks=ranks)
         return SampleWeights(
             counter,
             NumberExchange(
@@ -255,7 +253,7 @@ class Fit:
             ranks=ranks,
             parameters=parameters,
             exposed=lambda: statistics.exposed_s,
-            device_time=device_time,
+            device_time=DeviceTime(device) if device.type == "cuda" else None,
         )
 
     def start(self) -> None:
@@ -493,7 +491,12 @@ class Fit:
 
     def rank_failed(self, fault: RankFailedError, step: int | None) -> None:
         """Stop after the gradients of ``step`` steps have arrived, so that all ranks end with the same weights."""
-        self._await_arrival(step)
+        if step is not None:
+            deadline = time.monotonic() + _LANDING_S
+            # This rank may be behind: the failed rank has sent all that this rank needs to reach that step.
+            while self.progress.handed_over < step and time.monotonic() < deadline and self._process is not None:
+                time.sleep(_LOOK_S)
+            self._await_arrival(deadline, step)
         self.wire.core.abort(fault)
         self._fail_past_core(fault)
 
@@ -505,18 +508,10 @@ class Fit:
         """Return how many backward passes have ended."""
         return self.progress.handed_over
 
-    def _await_arrival(self, step: int | None) -> None:
-        """Give gradients of the first ``step`` steps a moment to be sent here and arrive.
-
-        This rank may be behind: the failed rank has sent all that this rank needs to reach that step.
-        """
-        if step is None:
-            return
-        deadline = time.monotonic() + _LANDING_S
-        while self.progress.handed_over < step and time.monotonic() < deadline and self._process is not None:
-            time.sleep(_LOOK_S)
+    def _await_arrival(self, deadline: float, step: float = math.inf) -> None:
+        """Give gradients of the first ``step`` steps until ``deadline`` to arrive."""
         with suppress(Exception):
-            for task in self.step.arriving_tasks():
+            for task in self.step.tasks_in_flight():
                 if task.key.step <= step:
                     task.wait(max(0.0, deadline - time.monotonic()))
 
@@ -536,10 +531,7 @@ class Fit:
 
         Updates whose gradients have arrived are applied first.
         """
-        deadline = time.monotonic() + _LANDING_S
-        with suppress(Exception):
-            for task in self.step.due_tasks():
-                task.wait(max(0.0, deadline - time.monotonic()))
+        self._await_arrival(time.monotonic() + _LANDING_S)
         self.wire.core.abort(error)
         self._fail_past_core(error)
         self.stop(failed=True)
@@ -613,6 +605,7 @@ class TrainingStep:
     def __init__(self, fit: Fit, number: int) -> None:
         self.fit = fit
         self.number = number
+        self.transforms = Transforms()
         self.waits_from = 0.0  # when the wait at the end of the backward pass began; 0 before, or if there is none
 
     # ------------------------------------------------------------------ backward pass
@@ -645,14 +638,6 @@ class TrainingStep:
         return False
 
     # ------------------------------------------------------------------ optimizer step
-
-    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> bool:
-        """Clip gradients by norm when they have arrived; ``False`` if the caller has to do it now."""
-        return False
-
-    def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
-        """Clip gradients by value when they have arrived; ``False`` if the caller has to do it now."""
-        return False
 
     def take(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
         """Step the optimizer now, or defer the step.
@@ -690,12 +675,8 @@ class TrainingStep:
         """
         return [], []
 
-    def due_tasks(self) -> list[CommTask]:
-        """Return the tasks of updates whose step has been taken; for any thread."""
-        return []
-
-    def arriving_tasks(self) -> list[CommTask]:
-        """Return the tasks in flight, whether their step has been taken or not; for any thread."""
+    def tasks_in_flight(self) -> list[CommTask]:
+        """Return the tasks of updates that are pending, whether the step was requested or not; for any thread."""
         return []
 
     def land_what_arrived(self) -> tuple[int, int]:

@@ -1,97 +1,114 @@
 """Clips gradients by value or by norm between their arrival and the optimizer.
 
-Each transform runs torch's operations, but when the gradients have arrived instead of when it is requested. Sources:
+Each transform runs torch's operations, but when the gradients have arrived instead of when it is requested. Source:
 ``torch.nn.utils.clip_grad``.
 
-Clipping by norm needs a number that is known only when all gradients are reduced. The step's first
-update waits for it, during the next forward pass. The number comes from the reduction, so it is valid only for
-gradients as they were reduced. If other code only read gradients (a logger, perhaps on one rank), the number is used,
-so that all ranks clip alike. If other code changed them, the transform is not deferred, and the caller uses the
-gradients themselves.
+Clipping by norm needs a number that is known only when all gradients are reduced. The step's first update waits for it,
+during the next forward pass. The number comes from the reduction, so it is valid only for all gradients as they were
+reduced. If other code only read gradients (a logger, perhaps on one rank), the number is used, so that all ranks clip
+alike. If other code changed or dropped some, or the optimizer lacks some, the transform is not deferred, and the caller
+uses the gradients themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property, partial, reduce
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.ddp.reduction import GradientBucket, Reduction, ShardedReduction, total_norm
+from lightning_bytescheduler.ddp.reduction import GradientBucket, Reduction, ShardedReduction
 from lightning_bytescheduler.scheduler.task import CommTask
 
-__all__ = ["ClipNorm", "ClipValue", "StepTransforms"]
-
-NormOf = Callable[[nn.Parameter], float]
-"""Returns the norm of a parameter's reduced gradient; waits until it is known."""
+__all__ = ["ClipNorm", "StepTransforms", "Transforms", "clip_values"]
 
 
-class ClipValue:
-    """Clips each value; see :func:`torch.nn.utils.clip_grad_value_`."""
+_OTHERS = (
+    "there are gradients that are not the optimizer's, and it steps by the norm of its own (freezing their parameters "
+    "keeps the overlap)"
+)
 
-    def __init__(self, limit: float) -> None:
-        self._limit = float(limit)
 
-    def apply(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Transform ``gradients`` in place."""
-        for gradient in gradients:
-            gradient.clamp_(min=-self._limit, max=self._limit)
+def clip_values(gradients: Sequence[torch.Tensor], *, limit: float) -> None:
+    """Clip each value in place; see :func:`torch.nn.utils.clip_grad_value_`."""
+    for gradient in gradients:
+        gradient.clamp_(min=-limit, max=limit)
 
 
 class ClipNorm:
     """Scales all gradients down to a total norm; see :func:`torch.nn.utils.clip_grad_norm_`.
 
-    Each parameter's norm is rounded to its gradient's type, as in torch.
+    Args:
+        kind: Type of the gradients, to which the norm is rounded.
+        norm: Returns the norm of all gradients; waits until it is known.
     """
 
-    def __init__(self, max_norm: float, parameters: Sequence[nn.Parameter], norm_of: NormOf) -> None:
+    def __init__(self, max_norm: float, kind: torch.dtype, norm: Callable[[], float]) -> None:
         self._max_norm = float(max_norm)
-        self._parameters = parameters
-        self._norm_of = norm_of
-        self._coefficient: torch.Tensor | None = None
+        self._kind = kind
+        self._norm = norm
         self._on_device: torch.Tensor | None = None
 
+    @cached_property
     def coefficient(self) -> torch.Tensor:
-        """Return the factor of gradients; the same bits on every rank."""
-        if self._coefficient is None:
-            with torch._C.DisableTorchFunctionSubclass():
-                # The norm of complex numbers is real.
-                kinds = {p.dtype.to_real() for p in self._parameters}
-                norms = [_rounded(self._norm_of(p), p.dtype.to_real()) for p in self._parameters]
-            kind = torch.float32 if not kinds else kinds.pop()
-            for other in kinds:
-                kind = torch.promote_types(kind, other)
-            total = torch.tensor(total_norm(norms), dtype=kind)
-            self._coefficient = torch.clamp(self._max_norm / (total + 1e-6), max=1.0)
-        return self._coefficient
+        """The factor of gradients; the same bits on every rank."""
+        return torch.clamp(self._max_norm / (torch.tensor(self._norm(), dtype=self._kind) + 1e-6), max=1.0)
 
-    def apply(self, gradients: Sequence[torch.Tensor]) -> None:
+    def __call__(self, gradients: Sequence[torch.Tensor]) -> None:
         """Transform ``gradients`` in place."""
-        coefficient = self.coefficient()
-        if coefficient.item() == 1.0:
+        if self.coefficient.item() == 1.0:
             return
         for gradient in gradients:
             if self._on_device is None or self._on_device.device != gradient.device:
                 # The host does not wait; unpinned memory is copied before this returns.
-                self._on_device = coefficient.to(gradient.device, non_blocking=True)
+                self._on_device = self.coefficient.to(gradient.device, non_blocking=True)
             gradient.mul_(self._on_device)
 
 
-def _rounded(value: float, kind: torch.dtype) -> float:
-    return value if kind is torch.float64 else torch.tensor(value, dtype=kind).item()
+class Transforms:
+    """The transforms of a step whose gradients are final when its backward pass ends: the caller makes them itself."""
+
+    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> bool:
+        """Clip gradients by norm when they have arrived; ``False`` if the caller has to do it now."""
+        return False
+
+    def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
+        """Clip gradients by value when they have arrived; ``False`` if the caller has to do it now."""
+        return False
 
 
-class StepTransforms:
-    """The transforms of one step's gradients, applied to each bucket on arrival; used under the step's lock."""
+class StepTransforms(Transforms):
+    """The transforms of an overlapped step's gradients, applied to each bucket on arrival, under the lock.
+
+    Args:
+        reduction: Reduces the step's gradients.
+        buckets: The step's buckets.
+        wait: Waits for a task.
+        lock: Returns the lock, which the caller holds unless it asks for a transform.
+
+    Attributes:
+        complete: Whether all buckets of the step are known.
+        unused: Ids of parameters without a gradient at the end of the backward pass; the bucket has zeros for them.
+        why_now: Why the caller had to clip at once, if that is the optimizer's doing.
+    """
 
     def __init__(
-        self, reduction: Reduction, buckets: Sequence[GradientBucket], wait: Callable[[CommTask], None]
+        self,
+        reduction: Reduction,
+        buckets: Sequence[GradientBucket],
+        wait: Callable[[CommTask], None],
+        lock: Callable[[], AbstractContextManager[object]],
     ) -> None:
+        self.complete = False
+        self.unused: set[int] = set()
+        self.why_now: str | None = None
         self._reduction = reduction
         self._buckets = buckets
         self._wait = wait
-        self._transforms: list[ClipNorm | ClipValue] = []
+        self._lock = lock
+        self._transforms: list[Callable[[Sequence[torch.Tensor]], None]] = []
         self._gradients: dict[int, list[torch.Tensor]] = {}  # by index of the bucket: the gradients to transform
         self._applied: dict[int, int] = {}  # by index of the bucket: the number of transforms applied
         self._handed_out: dict[
@@ -99,27 +116,31 @@ class StepTransforms:
         ] = {}  # with its norm, if norms are known
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> bool:
-        """Defer clipping by norm; returns whether that is possible."""
-        parameters = self._take(optimizer, needs_norms=True)
-        if parameters is None:
-            return False
-        self._add(ClipNorm(max_norm, parameters, self._norm_of))
-        return True
+        """See :class:`Transforms`."""
+        with self._lock():
+            kinds = self._take(optimizer, needs_norm=True)
+            if kinds is None:
+                return False
+            # The norm of complex numbers is real.
+            kind = reduce(torch.promote_types, {kind.to_real() for kind in kinds})
+            self._add(ClipNorm(max_norm, kind, self._norm))
+            return True
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
-        """Defer clipping by value; returns whether that is possible."""
-        parameters = self._take(optimizer, needs_norms=False)
-        if parameters is None or any(p.dtype.is_complex for p in parameters):
-            return False  # torch raises an error for complex numbers
-        self._add(ClipValue(limit))
-        return True
+        """See :class:`Transforms`."""
+        with self._lock():
+            kinds = self._take(optimizer, needs_norm=False)
+            if kinds is None or any(kind.is_complex for kind in kinds):
+                return False  # torch raises an error for complex numbers
+            self._add(partial(clip_values, limit=float(limit)))
+            return True
 
     def apply(self, bucket: GradientBucket) -> None:
         """Transform the gradients of a bucket that has arrived."""
         if self._transforms:
             gradients = self._gradients.get(bucket.index, [])
             for transform in self._transforms[self._applied.get(bucket.index, 0) :]:
-                transform.apply(gradients)
+                transform(gradients)
             self._applied[bucket.index] = len(self._transforms)
 
     def hand_out(self, bucket: GradientBucket) -> None:
@@ -131,7 +152,7 @@ class StepTransforms:
     @property
     def known(self) -> bool:
         """Whether everything can be applied without waiting."""
-        task = self.task
+        task = self.norms if self._transforms else None
         return task is None or (task.done() and task.error is None)
 
     @property
@@ -139,54 +160,56 @@ class StepTransforms:
         """The task that exchanges norms of shards, whether they are used or not."""
         return self._reduction.norms if isinstance(self._reduction, ShardedReduction) else None
 
-    @property
-    def task(self) -> CommTask | None:
-        """The task that has to end before anything can be applied."""
-        return self.norms if self._transforms else None
-
     def let_go(self) -> None:
         """Release all gradients, as a referenced gradient counts as kept by user code."""
         self._gradients = {}
 
-    def _norm_of(self, parameter: nn.Parameter) -> float:
+    def _norm(self) -> float:
         reduction = self._reduction
         if not isinstance(reduction, ShardedReduction) or reduction.norms is None:
-            raise RuntimeError("Norms are known only for gradients that are reduced in shards.")
+            raise RuntimeError("The norm is known only for gradients that are reduced in shards.")
         self._wait(reduction.norms)
-        return reduction.norm(parameter)
+        return reduction.norm()
 
-    def _add(self, transform: ClipNorm | ClipValue) -> None:
+    def _add(self, transform: Callable[[Sequence[torch.Tensor]], None]) -> None:
         self._transforms.append(transform)
         for bucket, _ in list(self._handed_out.values()):
             self.hand_out(bucket)
 
-    def _take(self, optimizer: Optimizer, *, needs_norms: bool) -> list[nn.Parameter] | None:
-        """Return the optimizer's parameters with gradients; ``None`` unless all gradients are as they were reduced."""
-        if not self._buckets:
+    def _take(self, optimizer: Optimizer, *, needs_norm: bool) -> list[torch.dtype] | None:
+        """Note the optimizer's gradients, and return their types; ``None`` unless they are as they were reduced.
+
+        The norm is that of all reduced gradients, so with ``needs_norm`` each of them has to be the optimizer's.
+        """
+        if not self.complete or not self._buckets:
             return None
-        if needs_norms:
+        if needs_norm:
             if not isinstance(self._reduction, ShardedReduction):
                 return None
             if self._transforms:
-                return None  # norms are unknown after a transform
+                return None  # the norm is unknown after clipping
             if _any_changed(self._handed_out.values()):
                 return None
-        bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
-        parameters: list[nn.Parameter] = []
+        bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters if id(p) not in self.unused}
         gradients: dict[int, list[torch.Tensor]] = {}
         with torch._C.DisableTorchFunctionSubclass():  # reads p.grad without opening gates
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     gradient = parameter.grad
-                    if gradient is None or not gradient.numel():
+                    if gradient is None:
                         continue
-                    bucket = bucket_of.get(id(parameter))
+                    bucket = bucket_of.pop(id(parameter), None)
                     if bucket is None or not bucket.holds(gradient):
                         return None
-                    parameters.append(parameter)
-                    gradients.setdefault(bucket.index, []).append(gradient)
+                    if gradient.numel():
+                        gradients.setdefault(bucket.index, []).append(gradient)
+        if not gradients:
+            return None
+        if needs_norm and bucket_of:
+            self.why_now = _OTHERS
+            return None
         self._gradients = gradients
-        return parameters
+        return [gradient.dtype for several in gradients.values() for gradient in several]
 
 
 def _norm(bucket: GradientBucket) -> torch.Tensor:

@@ -666,8 +666,6 @@ class RankStrategy(JoinedRanks, DDPStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """See DDPStrategy."""
-        if self.fit is not None and self.fit.leaves_out():
-            return closure_loss
         with self._explained(), nullcontext() if self.fit is None else self.fit.backward_of(closure_loss):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 

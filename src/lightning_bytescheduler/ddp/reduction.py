@@ -4,7 +4,7 @@ There are two ways. An *all-reduce* (push and pull with parameter servers) is on
 is for steps that need the norm of all gradients before the first update (norm clipping)::
 
     reduce-scatter   of every bucket, during the backward pass: each rank has its shard of the reduced gradient
-    norms            one exchange of a number per parameter: then every rank knows every parameter's norm
+    norms            one exchange of a number per rank, its shards' norm: then every rank knows the norm of all
     all-gather       by priority, once the bucket's own reduce-scatter is done; during the next forward pass
 
 It sends as many bytes as an all-reduce, which is a reduce-scatter and an all-gather, but the norm is known after half
@@ -41,14 +41,13 @@ from lightning_bytescheduler.collectives.operations import (
     reduce_scatter,
     shard_of,
 )
-from lightning_bytescheduler.collectives.route import AllReduce, EncodedStart, ReadyMark
+from lightning_bytescheduler.collectives.route import AllReduce, ReadyMark
 from lightning_bytescheduler.ddp.fit_report import BEFORE_GATHERS
 from lightning_bytescheduler.ddp.residuals import Residuals
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 
-OnEnd = Callable[[CommTask], None]
 Launch = Callable[[SubCommTask], None]
 """Sends a part; see :class:`CommTask`."""
 
@@ -94,22 +93,14 @@ class GradientBucket:
 
 
 class EncodedBucket(Protocol):
-    """The encoded form of a bucket in one step."""
+    """A bucket in one step whose gradients travel encoded."""
 
-    @property
-    def scatter(self) -> EncodedStart:
-        """Sends a part's shards to their owners."""
+    def reduce(self, reduction: Reduction, bucket: GradientBucket, **scattered: Any) -> CommTask:
+        """Enqueue its tasks; see :meth:`Reduction.reduce` and :meth:`Reduction.in_halves`.
 
-    @property
-    def gather(self) -> EncodedStart:
-        """Sends this rank's summed shard of a part to all ranks."""
-
-
-class FactoredBucket(Protocol):
-    """A bucket whose matrices travel as factors, in one step."""
-
-    def reduce(self, reduction: Reduction, bucket: GradientBucket, on_end: OnEnd | None) -> CommTask:
-        """See :meth:`Reduction.reduce`."""
+        Returns:
+            The last of them.
+        """
 
 
 class Reduction:
@@ -138,20 +129,17 @@ class Reduction:
         self._core = core
         self._step = step
 
-    def reduce(self, bucket: GradientBucket, on_end: OnEnd | None = None) -> CommTask:
+    def reduce(self, bucket: GradientBucket) -> CommTask:
         """Average the buffer of ``bucket`` over all ranks, in place.
 
         Args:
             bucket: The next bucket; the current stream has written it.
-            on_end: Called once when the task has ended, but not where streams wait for the result.
 
         Returns:
             The task that ends when the buffer holds the mean.
         """
-        if (factors := self._codec.in_factors(bucket, self.weight)) is not None:
-            return factors.reduce(self, bucket, on_end)
         if (encoded := self._codec.encoded(bucket, self.weight)) is not None:
-            return self.in_halves(bucket, bucket.buffer, encoded, scatter_priority=bucket.priority, on_end=on_end)
+            return encoded.reduce(self, bucket)
         ready, buffer, route = self.route.mark(), bucket.buffer, self.route
         task = self.enqueue(
             bucket,
@@ -159,7 +147,6 @@ class Reduction:
             self._averaging(buffer, route.all_reduce, ready),
             phase=Phase.REDUCE,
             wire_bytes=route.wire_share * buffer.element_size(),
-            on_end=on_end,
             joinable=True,
         )
         self.notify_ready(task, ready)
@@ -179,7 +166,7 @@ class Reduction:
         wire_bytes: float,
         priority: int | None = None,
         cut_like: CommTask | None = None,
-        on_end: OnEnd | None = None,
+        on_end: Callable[[CommTask], None] | None = None,
         joinable: bool = False,
     ) -> CommTask:
         """Enqueue a task for a bucket.
@@ -220,26 +207,28 @@ class Reduction:
         self,
         bucket: GradientBucket,
         buffer: torch.Tensor,
-        encoded: EncodedBucket | None,
+        to_owners: Launch,
+        to_all: Launch,
+        ready: ReadyMark,
         *,
-        scatter_priority: int,
-        on_scattered: OnEnd | None = None,
-        on_end: OnEnd | None = None,
+        scatter_priority: int | None = None,
+        on_scattered: Callable[[CommTask], None] | None = None,
     ) -> CommTask:
         """Enqueue the reduce-scatter and the all-gather of a bucket.
 
         Args:
-            bucket: The bucket; the current stream has written it.
+            bucket: The bucket.
             buffer: Its buffer, as real numbers.
-            encoded: Does both if parts travel encoded.
-            scatter_priority: Priority of the reduce-scatter.
+            to_owners: Launches a part of the reduce-scatter.
+            to_all: Launches a part of the all-gather.
+            ready: When the current stream has written the bucket.
+            scatter_priority: Priority of the reduce-scatter; the bucket's if left out.
             on_scattered: Called when that has ended without error, before the all-gather may begin.
-            on_end: See :meth:`reduce`.
 
         Returns:
             The all-gather.
         """
-        ready, share = self.route.mark(), (self.world_size - 1) / self.world_size
+        share = (self.world_size - 1) / self.world_size
 
         def scattered(scatter: CommTask) -> None:
             # If it failed, the core stops, and all waits end; the gather may not exist yet.
@@ -248,16 +237,10 @@ class Reduction:
                     on_scattered(scatter)
                 gather.notify_ready()
 
-        if encoded is None:
-            to_owners = self._averaging(buffer, reduce_scatter, ready)
-            to_all = self._launching(buffer, all_gather)
-        else:
-            to_owners = partial(self.route.launch_encoded, encoded.scatter)
-            to_all = partial(self.route.launch_encoded, encoded.gather)
         enqueue = partial(self.enqueue, bucket, buffer.numel(), wire_bytes=share * buffer.element_size())
         scatter = enqueue(to_owners, name=" scatter", phase=Phase.REDUCE, priority=scatter_priority, on_end=scattered)
         # Shards belong to parts, so both tasks must have the same parts.
-        gather = enqueue(to_all, name=" gather", phase=Phase.GATHER, cut_like=scatter, on_end=on_end, joinable=True)
+        gather = enqueue(to_all, name=" gather", phase=Phase.GATHER, cut_like=scatter, joinable=True)
         self.notify_ready(scatter, ready)
         return gather
 
@@ -298,7 +281,7 @@ def _on_copies(operation: Operation, copies: HostPayloads) -> Operation:
 
 
 class ShardedReduction(Reduction):
-    """Reduce-scatter and all-gather per bucket, with every parameter's norm in between; see the module.
+    """Reduce-scatter and all-gather per bucket, with the norm of all gradients in between; see the module.
 
     Reduce-scatters end on the route's thread, which computes the norms of this rank's shards. On a GPU it uses a side
     stream, as the host already knows that the shards are complete.
@@ -306,75 +289,69 @@ class ShardedReduction(Reduction):
     A lock guards what both threads use; nothing is called with it held.
 
     Attributes:
-        norms: The exchange; it ends when every parameter's norm is known. ``None`` before :meth:`close`.
+        norms: The exchange; it ends when the norm is known. ``None`` before :meth:`close`.
     """
 
     def __init__(self, *of: Any, **more: Any) -> None:
         super().__init__(*of, **more)
         self.norms: CommTask | None = None
-        self._position: dict[int, int] = {}  # index of each parameter, by its id
         self._lock = threading.Lock()
-        self._shard_norms: dict[int, float] = {}  # by index of the parameter
+        self._shard_norms: dict[int, float] = {}  # by index of the bucket
         self._under_way = 1  # reduce-scatters that have not ended, plus one for close()
         self._rows: torch.Tensor | None = None
-        self._norms: list[float] | None = None
+        self._norm: float | None = None
 
-    def reduce(self, bucket: GradientBucket, on_end: OnEnd | None = None) -> CommTask:
+    def reduce(self, bucket: GradientBucket) -> CommTask:
         """See :class:`Reduction`."""
-        parameters, buffer = bucket.parameters, bucket.buffer
-        encoded = self._codec.encoded(bucket, self.weight)
-        first = len(self._position)
-        for position, parameter in enumerate(parameters, first):
-            self._position[id(parameter)] = position
-        with torch._C.DisableTorchFunctionSubclass():
-            sizes = [2 * p.numel() if p.is_complex() else p.numel() for p in parameters]
+        encoded, buffer = self._codec.encoded(bucket, self.weight), bucket.buffer
         if buffer.is_complex():  # its norm is that of all real and imaginary parts
             buffer = torch.view_as_real(buffer).view(-1)
         with self._lock:
             self._under_way += 1
-        return self.in_halves(
-            bucket,
-            buffer,
-            encoded,
-            scatter_priority=bucket.priority - BEFORE_GATHERS,
-            on_scattered=lambda scatter: self._scattered(buffer, first, sizes, scatter),
-            on_end=on_end,
-        )
+        norms_first: dict[str, Any] = {
+            "scatter_priority": bucket.priority - BEFORE_GATHERS,
+            "on_scattered": partial(self._scattered, bucket.index, buffer),
+        }
+        if encoded is not None:
+            return encoded.reduce(self, bucket, **norms_first)
+        ready = self.route.mark()
+        to_owners, to_all = self._averaging(buffer, reduce_scatter, ready), self._launching(buffer, all_gather)
+        return self.in_halves(bucket, buffer, to_owners, to_all, ready, **norms_first)
 
     def close(self) -> None:
         """See :class:`Reduction`; enqueues the exchange of norms as one message."""
         with self.route.side_stream():  # not behind the backward pass, as the GPU needs the norms before it ends
-            rows = torch.zeros(self.world_size, len(self._position), dtype=torch.float64, device=self.route.wire_device)
+            rows = torch.zeros(self.world_size, 1, dtype=torch.float64, device=self.route.wire_device)
         self.norms = CommTask(
             "gradient norms",
             1,
             launch=lambda sub_task: self.route.send(rows, sub_task, exchange),
             priority=-BEFORE_GATHERS,
             key=TaskKey(self._step, Phase.NORMS),
-            wire_bytes=float(rows[0].numel() * rows.element_size() * (self.world_size - 1)),
+            wire_bytes=float(rows.element_size() * (self.world_size - 1)),
         )
         self._rows = rows
         self._core.enqueue(self.norms)
         self._one_less()
 
-    def norm(self, parameter: nn.Parameter) -> float:
-        """Return the norm of a parameter's reduced gradient, after :attr:`norms` ended; the same bits on all ranks.
+    def norm(self) -> float:
+        """Return the norm of all reduced gradients, after :attr:`norms` ended; the same bits on all ranks.
 
-        It is finite if and only if the gradient is. It is computed without torch, as ranks may have different
+        It is finite if and only if all gradients are. It is computed without torch, as ranks may have different
         processors.
         """
-        if self._norms is None:
+        if self._norm is None:
             if self._rows is None:
-                raise RuntimeError("The norms of a backward pass that has not ended were asked for.")
+                raise RuntimeError("The norm of a backward pass that has not ended was asked for.")
             with self.route.side_stream():
-                self._norms = [total_norm(shards) for shards in self._rows.t().tolist()]
-        return self._norms[self._position[id(parameter)]]
+                self._norm = total_norm(self._rows.flatten().tolist())
+        return self._norm
 
-    def _scattered(self, buffer: torch.Tensor, first: int, sizes: Sequence[int], scatter: CommTask) -> None:
+    def _scattered(self, index: int, buffer: torch.Tensor, scatter: CommTask) -> None:
         with self.route.side_stream():
-            norms = _shard_norms(buffer, sizes, scatter, self.rank, self.world_size)
+            norm = norm_of_shards(buffer, scatter, self.rank, self.world_size)
         with self._lock:
-            self._shard_norms.update((first + position, norm) for position, norm in norms.items())
+            self._shard_norms[index] = norm
         self._one_less()
 
     def _one_less(self) -> None:
@@ -382,39 +359,24 @@ class ShardedReduction(Reduction):
             self._under_way -= 1
             last = not self._under_way
         if last and self._rows is not None and self.norms is not None:
-            row = self._rows[self.rank]
-            norms = torch.tensor([self._shard_norms.get(n, 0.0) for n in range(row.numel())], dtype=torch.float64)
+            norms = [norm for _, norm in sorted(self._shard_norms.items())]
             with self.route.side_stream():
-                row.copy_(norms)  # the copy to a GPU is complete when this returns
+                # the copy to a GPU is complete when this returns
+                self._rows[self.rank].copy_(torch.tensor([total_norm(norms)], dtype=torch.float64))
             self.norms.notify_ready()
 
 
-def _shard_norms(
-    buffer: torch.Tensor, sizes: Sequence[int], scatter: CommTask, rank: int, world_size: int
-) -> dict[int, float]:
-    """Return norms of what ``rank`` has reduced, by position of the parameter in the bucket."""
-    pieces: list[torch.Tensor] = []
-    owners: list[int] = []
-    position, end_of_parameter = 0, sizes[0] if sizes else 0
+def norm_of_shards(buffer: torch.Tensor, scatter: CommTask, rank: int, world_size: int) -> float:
+    """Return the norm of what ``rank`` has reduced of a bucket."""
+    pieces = []
     for sub in scatter.sub_tasks:
         first, end = (sub.offset + edge for edge in shard_of(sub.size, rank, world_size))
-        while first < end:
-            while first >= end_of_parameter:
-                position += 1
-                end_of_parameter += sizes[position]
-            last = min(end, end_of_parameter)
-            pieces.append(buffer[first:last])
-            owners.append(position)
-            first = last
-    found: dict[int, float] = {}
+        if first < end:
+            pieces.append(buffer[first:end])
     norms = _norms(pieces, None if buffer.dtype in (torch.float32, torch.float64) else torch.float32)
-    odd = [n for n, norm in enumerate(norms) if not math.isfinite(norm)]
-    # Squares of large finite values overflow; in double precision they do not.
-    for n, norm in zip(odd, _norms([pieces[n] for n in odd], torch.float64), strict=True):
-        norms[n] = norm
-    for owner, norm in zip(owners, norms, strict=True):
-        found[owner] = total_norm((found.get(owner, 0.0), norm))
-    return found
+    if not all(map(math.isfinite, norms)):  # squares of large finite values overflow; in double precision they do not
+        norms = _norms(pieces, torch.float64)
+    return total_norm(norms)
 
 
 def _norms(pieces: Sequence[torch.Tensor], kind: torch.dtype | None) -> list[float]:
@@ -439,10 +401,6 @@ class Uncompressed:
 
     def __init__(self) -> None:
         self.residuals = Residuals()
-
-    def in_factors(self, bucket: GradientBucket, weight: StepWeight) -> FactoredBucket | None:
-        """Return the form of a bucket whose matrices travel as factors; ``None`` if it has no such matrix."""
-        return None
 
     def encoded(self, bucket: GradientBucket, weight: StepWeight) -> EncodedBucket | None:
         """Return the encoded form of a bucket in a step with this rank's ``weight``; ``None`` if it travels exact."""

@@ -6,12 +6,13 @@ ranks.
 A residual has the layout of its gradient in the bucket. Residuals are not saved: a fit that goes on from a checkpoint
 begins without any, as each fit does. So what the last step before the checkpoint left out is not sent.
 
-Residuals of scaled gradients are kept with their loss scale, and are rescaled when it changes.
+Residuals of scaled gradients are kept with their loss scale, and are rescaled when it changes. A step that a loss
+scaler leaves out changes them as any other: what it left out is of a gradient like the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -27,26 +28,20 @@ _FIRST = 1024  # elements of a gradient that are checked first; a nonzero value 
 class Residuals:
     """One rank's residuals. The training thread uses them while no gradient is in flight.
 
-    While gradients are in flight, sending threads use :meth:`to_change`, each for its own parts; one creates residuals.
+    While gradients are in flight, sending threads change them, each for its own parts.
 
     Args:
-        parameters: The compressed parameters by name.
-        may_drop: Whether mean gradients may be dropped without an optimizer step, as with two losses and optimizers.
-            The residuals are then restored.
+        parameters: The compressed parameters by name, if user code may drop mean gradients without an optimizer step,
+            as with two losses and optimizers. A residual is then dropped with its gradient.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter] | None = None, *, may_drop: bool = False) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
         self._tensors: dict[str, Tensor] = {}
         self._rights: dict[str, Tensor] = {}
         self._scale = 1.0
-        self._before: dict[str, Tensor] = {}  # residuals before a step that may be skipped
-        self._changed: set[str] = set()  # in that step
-        self._pending: set[str] = set()  # changed earlier, by gradients that are neither applied nor dropped
-        self._may_be_left_out = False
-        self._parameters = {} if parameters is None else parameters
-        self._may_drop = may_drop
+        self._may_be_dropped = {} if parameters is None else parameters
+        self._changed: set[str] = set()  # in the last step
         self._stepped: set[int] = set()  # ids of parameters stepped since the last reduced backward pass
-        self._versions: dict[str, int] = {}  # of parameters, when that pass began
         self._dropped: set[str] = set()  # gradients dropped since then
         self._device = torch.device("cpu")
 
@@ -62,85 +57,34 @@ class Residuals:
         return known
 
     def to_change(self, name: str, size: int) -> Tensor:
-        """Return a parameter's residual; the first call in a step keeps its old value, if that may be restored.
-
-        While an earlier step's gradient is pending, the older value is kept.
-        """
-        residual = self.of(name, size)
-        if self._may_be_left_out and name not in self._pending and name not in self._changed:
-            before = self._before.get(name)
-            if before is None or before.numel() != size:
-                self._before[name] = residual.clone()
-            else:
-                before.copy_(residual)
-            self._changed.add(name)
-        return residual
+        """Return a parameter's residual, which this step changes."""
+        self._changed.add(name)
+        return self.of(name, size)
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Record that an optimizer has stepped with the present mean gradients."""
-        if self._may_drop:
+        if self._may_be_dropped:
             with torch._C.DisableTorchFunctionSubclass():
                 parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
                 self._stepped.update(id(parameter) for parameter in parameters if parameter.grad is not None)
 
-    def not_applied(self) -> set[str]:
-        """Return the parameters whose last mean gradient may still be dropped unused.
-
-        A step that bypasses the strategy, such as that of a separate optimizer, shows as a write to the parameter.
-        """
-        if not self._may_drop:
-            return set()
-        with torch._C.DisableTorchFunctionSubclass():
-            return {
-                name
-                for name in self.changed & self._parameters.keys()
-                if id(self._parameters[name]) not in self._stepped
-                and self._parameters[name]._version == self._versions.get(name)
-            }
-
     def before_backward(self) -> None:
-        """Record which mean gradients were dropped."""
+        """Record which mean gradients were dropped without a step."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._dropped.update(name for name in self.not_applied() if _is_dropped(self._parameters[name].grad))
+            sent = ((name, self._may_be_dropped[name]) for name in self._changed & self._may_be_dropped.keys())
+            self._dropped.update(name for name, p in sent if id(p) not in self._stepped and _is_dropped(p.grad))
 
     def begin_step(self, loss_scale: float | None) -> None:
-        """Begin a step with ``loss_scale``; ``None`` if steps are never skipped.
-
-        A smaller scale than before means that the last step overflowed and was skipped. Then the earlier residuals are
-        restored, as are those of mean gradients that were dropped without a step. A mean gradient that was neither
-        applied nor dropped is still there, and this step's is added to it.
-        """
-        if loss_scale is not None and loss_scale < self._scale:
-            self.take_back(self.changed)
-        self.take_back(self._dropped)
-        self._pending = self.not_applied()
-        self._changed.clear()
-        self._stepped.clear()
-        self._dropped.clear()
-        self._may_be_left_out = loss_scale is not None or self._may_drop
+        """Begin a step with ``loss_scale``; ``None`` without one. Nothing may be in flight."""
+        for name in self._dropped:
+            self._tensors[name].zero_()
+        for noted in (self._changed, self._stepped, self._dropped):
+            noted.clear()
         self.scale_to(1.0 if loss_scale is None else loss_scale)
-        if self._may_drop:
-            with torch._C.DisableTorchFunctionSubclass():
-                self._versions = {name: parameter._version for name, parameter in self._parameters.items()}
-
-    @property
-    def changed(self) -> set[str]:
-        """Names of the parameters whose residuals changed in the last step, if that may be undone.
-
-        Includes pending ones of earlier steps.
-        """
-        return self._changed | self._pending
-
-    def take_back(self, names: Collection[str]) -> None:
-        """Restore residuals whose mean gradients were dropped; nothing may be in flight."""
-        for name in self.changed.intersection(names):
-            self._tensors[name].copy_(self._before[name])
-        self._changed.difference_update(names)
-        self._pending.difference_update(names)
 
     def clear(self) -> None:
         """Begin anew, as other weights were loaded; nothing may be in flight."""
-        for kept in (self._tensors, self._rights, self._changed, self._pending):
+        for kept in (self._tensors, self._rights, self._changed, self._dropped):
             kept.clear()
 
     def right_of(self, name: str, columns: int, codec: PowerSGD) -> Tensor:
@@ -153,7 +97,7 @@ class Residuals:
     def scale_to(self, loss_scale: float) -> None:
         """Rescale to ``loss_scale``."""
         if loss_scale != self._scale and loss_scale > 0:
-            for tensor in (*self._tensors.values(), *(self._before[name] for name in self.changed)):
+            for tensor in self._tensors.values():
                 tensor.mul_(loss_scale / self._scale)
             self._scale = loss_scale
 

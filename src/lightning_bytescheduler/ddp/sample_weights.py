@@ -26,12 +26,11 @@ same on all ranks in DDP. All ranks' factors come from the same numbers, so they
 from __future__ import annotations
 
 import math
-import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -46,93 +45,49 @@ from lightning_bytescheduler.exceptions import OptionError
 _UNDER_WAY = 64  # most batches that the host may be ahead of the GPU
 
 
-class _Batch:
-    __slots__ = ("begin", "end", "samples", "waits")
-
-    def __init__(self, begin: Any) -> None:
-        self.begin = begin
-        self.end: Any = None
-        self.samples = 0
-        self.waits: list[tuple[Any, Any]] = []
-
-    @property
-    def over(self) -> bool:
-        return bool(self.end.query()) and all(after.query() for _, after in self.waits)
-
-    @property
-    def milliseconds(self) -> float:
-        waited = sum(before.elapsed_time(after) for before, after in self.waits)
-        return float(self.begin.elapsed_time(self.end) - waited)
-
-
 class DeviceTime:
-    """Times batches on one device; for the training thread and the hooks of its backward passes.
+    """Times backward passes on one device; for the training thread and the hooks of its backward passes.
 
-    The host runs ahead of a GPU, so its clock is of no use here. Events are recorded on the training's stream: when the
-    forward pass of a batch begins, around each wait for gradients, and when the last gradient of the batch is complete.
-    The time from the first to the last, less the waits, is this rank's computing time. It is read when the GPU has
-    passed these events, a batch or more later, without waiting.
+    The host runs ahead of a GPU, so its clock is of no use here. Events are recorded on the training's stream: when a
+    backward pass begins, and when its last gradient is complete. All gradients of the step before have arrived by then,
+    and a plain step waits for its own behind its last one, so the time in between is this rank's computing alone. It is
+    read when the GPU has passed these events, a batch or more later, without waiting.
 
-    A wait begins when the stream has done the work before it, so time that the host waits does not count. Waits within
-    other collectives, such as those of synchronised batch normalization, count as computing. Source: "CUDA semantics"
-    in PyTorch's documentation.
+    Waits within other collectives, such as those of synchronised batch normalization, count as computing. Source: "CUDA
+    semantics" in PyTorch's documentation.
     """
 
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
         self._device = device
         self._cuda = cuda
-        self._thread = 0
-        self._batch: _Batch | None = None
-        self._waits: list[tuple[Any, Any]] = []
-        self._sends = False  # whether the present backward pass sends gradients
-        self._past: deque[_Batch] = deque(maxlen=_UNDER_WAY)
+        self._began: Any = None
+        self._ended: Any = None
+        self._past: deque[tuple[int, Any, Any]] = deque(maxlen=_UNDER_WAY)  # samples, and both events
 
     def begin(self) -> None:
-        """Begin the forward pass of a batch."""
-        self._thread = threading.get_ident()
-        self._waits = []
-        self._batch = _Batch(self._now())
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Wrap a wait for gradients of the training's stream, and possibly of the host."""
-        if self._batch is None or threading.get_ident() != self._thread:
-            yield
-            return
-        before = self._now()
-        try:
-            yield
-        finally:
-            self._waits.append((before, self._now()))
+        """Begin a backward pass."""
+        self._began, self._ended = self._now(), None
 
     def gradient_exists(self) -> None:
-        """Record that all work of a gradient is on the current stream; a batch ends with its last gradient."""
-        batch = self._batch
-        if batch is not None:
-            self._sends = True
-            batch.end = self._now()
-            batch.waits = list(self._waits)  # later waits are not part of the batch
+        """Record that all work of a gradient is on the current stream."""
+        self._ended = self._now()
 
     def end(self, samples: int) -> None:
-        """Record that a backward pass has returned on the host; a batch ends with its last one."""
-        batch = self._batch
-        if batch is None:
+        """Record that a backward pass has returned on the host."""
+        if self._began is None:
             return
-        if not self._sends:  # gradients are accumulated and none was sent
+        if self._ended is None:  # gradients are accumulated and none was sent
             self.gradient_exists()
-        self._sends = False
-        batch.samples = samples
-        if not self._past or self._past[-1] is not batch:
-            self._past.append(batch)
+        self._past.append((samples, self._began, self._ended))
+        self._began = None
 
     def latest(self) -> list[int]:
-        """Return samples and nanoseconds of the last batch that the GPU has finished; both 0 if there is no new one."""
-        found = None
-        while self._past and self._past[0].over:
-            found = self._past.popleft()
-        if found is None:
-            return [0, 0]
-        return [found.samples, max(int(1e6 * found.milliseconds), 0)]
+        """Return samples and nanoseconds of the last pass that the GPU has finished; both 0 if there is no new one."""
+        found = [0, 0]
+        while self._past and self._past[0][2].query():
+            samples, began, ended = self._past.popleft()
+            found = [samples, max(int(1e6 * began.elapsed_time(ended)), 0)]
+        return found
 
     def _now(self) -> Any:
         event = self._cuda.Event(enable_timing=True)
@@ -301,122 +256,65 @@ class Weighting:
 
 
 class StepWeight:
-    """The weight of this rank's gradient in the mean of one step: equal for each of ``ranks`` ranks."""
-
-    def __init__(self, ranks: int) -> None:
-        self._equal = 1.0 / ranks
-
-    @property
-    def factor(self) -> float:
-        """The weight, once it is known."""
-        return self._equal
-
-    @property
-    def known(self) -> bool:
-        """Whether :attr:`factor` is available."""
-        return True
-
-    def when_known(self, then: Callable[[], None]) -> None:
-        """See :meth:`PostedNumbers.when_known`."""
-        then()
-
-    def wait(self, failure: Callable[[], BaseException | None]) -> None:
-        """See :meth:`PostedNumbers.wait`."""
-
-
-class SampledWeight(StepWeight):
-    """The weight by samples, once all ranks' numbers are known; see :class:`StepWeight`.
+    """The weight of this rank's gradient in the mean of one step: equal for each of ``ranks`` ranks, or by samples.
 
     Args:
-        batches: Batches of the step, each as this rank's number of samples and the numbers that all ranks posted.
+        ranks: Their number.
+        batches: By samples: batches of the step, each as this rank's number of samples and the numbers that all ranks
+            posted.
     """
 
-    def __init__(self, batches: Sequence[tuple[int, PostedNumbers]]) -> None:
+    def __init__(self, ranks: int, batches: Sequence[tuple[int, PostedNumbers]] = ()) -> None:
+        self._ranks = ranks
         self._batches = batches
 
     @property
-    def known(self) -> bool:
-        """See :class:`StepWeight`."""
-        return all(posted.known for _, posted in self._batches)
+    def has_no_sample(self) -> bool:
+        """Whether all ranks' samples are known to be none."""
+        posted = [posted for _, posted in self._batches]
+        return bool(posted) and all(each.known for each in posted) and not self._total
 
     @property
-    def total(self) -> int:
-        """The samples of all ranks, once they are known."""
+    def _total(self) -> int:
         return sum(row[0] for _, posted in self._batches for row in posted.rows)
 
     @cached_property
     def factor(self) -> float:
-        """Replaces 1 / ranks; 0 if this rank has no sample. If no rank has one, the step's gradient is 0."""
-        total = self.total
+        """The weight, once it is known; 0 if this rank has no sample, and for all ranks if none has one."""
+        if not self._batches:
+            return 1.0 / self._ranks
+        total = self._total
         return _first(self._batches) * len(self._batches) / total if total else 0.0
 
     def when_known(self, then: Callable[[], None]) -> None:
-        """See :class:`StepWeight`."""
-        self._batches[-1][1].when_known(then)  # numbers arrive in order, so the last one is enough
+        """See :meth:`PostedNumbers.when_known`."""
+        if self._batches:
+            self._batches[-1][1].when_known(then)  # numbers arrive in order, so the last one is enough
+        else:
+            then()
 
     def wait(self, failure: Callable[[], BaseException | None]) -> None:
-        """See :class:`StepWeight`."""
-        self._batches[-1][1].wait(failure)
+        """See :meth:`PostedNumbers.wait`."""
+        if self._batches:
+            self._batches[-1][1].wait(failure)
 
 
-class RankWeights:
-    """Ranks that weigh the same, whatever their batches are; for the training thread.
-
-    Args:
-        ranks: Their number.
-    """
-
-    by_samples = False
-
-    def __init__(self, ranks: int) -> None:
-        self.equal = StepWeight(ranks)
-
-    def begin_batch(self, batch: Any) -> None:
-        """Begin the forward pass of ``batch``."""
-
-    def begin_computing(self) -> None:
-        """Restart the clock: waits since the batch began are not this rank's computing."""
-
-    def gradient_exists(self) -> None:
-        """Record that a gradient to be sent is computed; a GPU may still be working on it."""
-
-    def end_backward(self) -> None:
-        """Record that a backward pass has ended, with its waits already counted."""
-
-    def begin_epoch(self) -> None:
-        """Begin an epoch: drop an unfinished step, as Lightning does."""
-
-    def leaves_out(self, *, communicates: bool) -> bool:
-        """Whether to skip the backward pass of this batch, as it has no sample."""
-        return False
-
-    def backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
-        """Wrap a backward pass of this batch."""
-        return nullcontext()
-
-    def begin_step(self) -> StepWeight:
-        """Return the weight of a step whose backward pass communicates."""
-        return self.equal
-
-    def close(self, timeout: float) -> None:
-        """End the exchange of numbers within ``timeout`` seconds."""
-
-
-class SampleWeights(RankWeights):
-    """Keeps the numbers of one rank's batches, and weights its backward passes; see :class:`RankWeights`.
+class SampleWeights:
+    """Keeps the numbers of one rank's batches, and weights its backward passes; for the training thread.
 
     Args:
+        counter: Counts the samples of this rank's batches; ``None`` if ranks weigh the same, whatever their batches
+            are.
+        exchange: Posts them; ``None`` likewise.
         ranks: Number of ranks.
         exposed: Returns the seconds that the training thread has waited for gradients so far.
-        device_time: Times batches on a GPU, where the clock is of no use.
+        device_time: Times backward passes on a GPU, where the clock is of no use.
     """
-
-    by_samples = True
 
     def __init__(
         self,
-        counter: SampleCounter,
-        exchange: NumberExchange,
+        counter: SampleCounter | None = None,
+        exchange: NumberExchange | None = None,
         *,
         ranks: int = 1,
         parameters: Iterable[nn.Parameter] = (),
@@ -424,16 +322,17 @@ class SampleWeights(RankWeights):
         clock: Callable[[], float] = time.perf_counter,
         device_time: DeviceTime | None = None,
     ) -> None:
-        super().__init__(ranks)
+        self.equal = StepWeight(ranks)
+        self.by_samples = counter is not None
+        self._ranks = ranks
         self._device_time = device_time
-        self._own = 0  # this rank's own samples of the present batch
         self._parameters = list(parameters)
         self._counter = counter
         self._exchange = exchange
         self._exposed = exposed
         self._clock = clock
         self._began = 0.0  # start of this batch, less the time that the training thread has waited
-        self._took = [0, 0]  # samples and nanoseconds of the last batch
+        self._took = [0, 0]  # samples and nanoseconds of the present batch, if batches are shared
         self._sizes: BatchSizes | None = None
         self._add: Callable[[PostedNumbers], None] | None = None
         self._position: Callable[[], int] = lambda: 0
@@ -441,7 +340,7 @@ class SampleWeights(RankWeights):
         self._batch: tuple[int, PostedNumbers] | None = None
         self._step: list[tuple[int, PostedNumbers]] = []  # batches since the last pass that communicated
         self._in_backward = False
-        self._last: SampledWeight | None = None  # of the step before
+        self._last = self.equal  # of the step before
         self._warned = False
 
     def begin_batch(self, batch: Any) -> None:
@@ -450,49 +349,44 @@ class SampleWeights(RankWeights):
         Raises:
             OptionError: If the number cannot be counted. Nothing is posted then.
         """
-        self._warn_without_samples()
+        counter, exchange = self._counter, self._exchange
+        if counter is None or exchange is None:
+            return
+        if self._last.has_no_sample and not self._warned:
+            self._warned = True
+            if counter.rank == 0:
+                warnings.warn(
+                    f"bytescheduler: weighting={counter.name!r} has counted no sample on any rank in a whole step. "
+                    f"The gradient of such a step is 0. If this is not meant: {_WAY_OUT}",
+                    stacklevel=2,
+                )
         size = None if self._sizes is None else self._sizes.size_of(self._position())
-        number = 0 if size == 0 else self._counter.count(batch)
-        if self._device_time is not None:
-            self._took = self._device_time.latest()
-        posted = self._exchange.post([number, *self._took])
+        number = 0 if size == 0 else counter.count(batch)
+        took = self._took if self._device_time is None else self._device_time.latest()
+        posted = exchange.post([number, *took])
         if self._add is not None and self._added != self._position():
             self._added = self._position()  # a closure may run more than once for a batch
             self._add(posted)
         self._batch = number, posted
-        self._own = size or 0
-        self._took = [self._own, 0]
-        self.begin_computing()
-
-    def _warn_without_samples(self) -> None:
-        if self._last is not None and self._last.known and not self._last.total and not self._warned:
-            self._warned = True
-            if self._counter.rank == 0:
-                warnings.warn(
-                    f"bytescheduler: weighting={self._counter.name!r} has counted no sample on any rank in a whole "
-                    f"step. The gradient of such a step is 0. If this is not meant: {_WAY_OUT}",
-                    stacklevel=2,
-                )
+        self._took = [size or 0, 0]
 
     def begin_computing(self) -> None:
-        """See :class:`RankWeights`."""
+        """Restart the clock: waits since the batch began are not this rank's computing."""
         self._began = self._clock() - self._exposed()
-        if self._device_time is not None:
-            self._device_time.begin()
 
     def gradient_exists(self) -> None:
-        """See :class:`RankWeights`."""
+        """Record that a gradient to be sent is computed; a GPU may still be working on it."""
         if self._device_time is not None:
             self._device_time.gradient_exists()
 
     def end_backward(self) -> None:
-        """See :class:`RankWeights`."""
+        """Record that a backward pass has ended, with its waits already counted."""
         self._took[1] = max(int(1e9 * (self._clock() - self._exposed() - self._began)), 0)
         if self._device_time is not None:
-            self._device_time.end(self._own)
+            self._device_time.end(self._took[0])
 
     def begin_epoch(self) -> None:
-        """See :class:`RankWeights`."""
+        """Begin an epoch: drop an unfinished step, as Lightning does."""
         self._step.clear()
         self._added = -1
 
@@ -506,20 +400,11 @@ class SampleWeights(RankWeights):
         """
         self._add, self._sizes, self._position, self._added = add, sizes, position, -1
 
-    def leaves_out(self, *, communicates: bool) -> bool:
-        """Whether to skip the backward pass of this batch, as it has no sample.
-
-        An accumulated pass has weight 0, and a mean over no sample is NaN. A pass that communicates is never skipped,
-        as the other ranks wait for it.
-        """
-        if self._batch is None or self._batch[0] or communicates:
-            return False
-        self._step.append(self._batch)
-        return True
-
     @contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
         """Wrap a backward pass of this batch: weight its gradient by samples within this rank's step."""
+        if self._device_time is not None:
+            self._device_time.begin()
         if self._batch is None:
             yield
             return
@@ -529,7 +414,7 @@ class SampleWeights(RankWeights):
         hooks = []
         if share != 1.0 and loss.requires_grad:
             hooks.append(loss.register_hook(lambda gradient: gradient * share))
-        if first and not number:  # zero times a mean over no sample is NaN
+        if not number:  # zero times a mean over no sample is NaN
             with torch._C.DisableTorchFunctionSubclass():  # opens no gate
                 hooks += [p.register_hook(torch.zeros_like) for p in self._parameters if p.requires_grad]
         self._in_backward = True
@@ -541,18 +426,19 @@ class SampleWeights(RankWeights):
                 hook.remove()
 
     def begin_step(self) -> StepWeight:
-        """See :class:`RankWeights`; equal weights if no batch has begun."""
+        """Return the weight of a step whose backward pass communicates; equal weights if no batch has begun."""
         batches, self._step = self._step, []
         if not self._in_backward and self._batch is not None:  # a loss.backward() outside of Lightning
             batches.append(self._batch)
         if not batches:
             return self.equal
-        self._last = SampledWeight(batches)
+        self._last = StepWeight(self._ranks, batches)
         return self._last
 
     def close(self, timeout: float) -> None:
-        """See :class:`RankWeights`."""
-        self._exchange.close(timeout)
+        """End the exchange of numbers within ``timeout`` seconds."""
+        if self._exchange is not None:
+            self._exchange.close(timeout)
 
 
 def _first(batches: Sequence[tuple[int, PostedNumbers]]) -> int:

@@ -32,15 +32,15 @@ the hook of the last bucket waits. If another thread completed the futures, it w
 backward pass once per bucket, and DDP's wait could not be ended. On a CPU all gradients have arrived when the last hook
 returns; on a GPU the current stream waits for them.
 
-Either the scheduler sends the buckets (:class:`ScheduledBuckets`), or they bypass it, merged into messages about as
-large as DDP's (:class:`MergedBuckets`). Buckets are smaller than DDP's, as each gates a layer, and cannot be changed
+Either the scheduler sends the buckets, or they bypass it, merged into messages about as large as DDP's
+(:class:`MergedStep`). Buckets are smaller than DDP's, as each gates a layer, and cannot be changed
 once DDP has made them. On a CPU merging costs copies, so buckets are merged only up to the size at which a message's
 start-up time is small beside its transfer (:func:`merged_bytes`).
 
 Why ranks agree on merged messages: DDP calls its hook in the order of buckets on every rank, and only the training
 thread sends here. Otherwise the data group belongs to the scheduler's core. It is idle now: all of the last step has
-arrived on this rank, so every rank has launched it. With weights by samples, messages formed before this rank's weight
-is known wait for it, in their order. Which buckets a message holds does not depend on the weight.
+arrived on this rank, so every rank has launched it. With weights by samples the first message waits until all ranks
+have begun the batch, as it would for their gradients.
 """
 
 from __future__ import annotations
@@ -75,18 +75,15 @@ from lightning_bytescheduler.ddp.fit import Fit, TrainingStep
 from lightning_bytescheduler.ddp.gates import arm, can_be_gated, disarm, gate_of
 from lightning_bytescheduler.ddp.gradient_transforms import StepTransforms
 from lightning_bytescheduler.ddp.reduction import GradientBucket
-from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.task import CommTask
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, STEP
 from lightning_bytescheduler.tuning.sizes import LinkEstimate
 
 __all__ = [
     "BucketUpdate",
-    "MergedBuckets",
+    "MergedStep",
     "OverlappedStep",
     "PlainStep",
-    "ScheduledBuckets",
-    "SentMessages",
     "UpdateState",
     "merged_bytes",
 ]
@@ -258,8 +255,7 @@ class OverlappedStep(TrainingStep):
         self.updates: list[BucketUpdate] = []
         self._buckets: list[GradientBucket] = []
         self._reduction = fit.reduction(number, overlaps=True)
-        self.transforms = StepTransforms(self._reduction, self._buckets, fit.wait)
-        self._all_closed = False
+        self.transforms: StepTransforms = StepTransforms(self._reduction, self._buckets, fit.wait, lambda: fit.lock)
         self._optimizer: Optimizer | None = None
         self._due: DueStep | None = None
 
@@ -267,18 +263,16 @@ class OverlappedStep(TrainingStep):
 
     def reduce(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """See :class:`TrainingStep`; DDP does not wait."""
-        index = bucket.index()
-        future = self.fit.futures.completed(index, buffer)
+        future = self.fit.futures.completed(bucket.index(), buffer)
         if buffer.numel():
-            parameters = cast("list[nn.Parameter]", bucket.parameters())
-            known = GradientBucket(index, parameters, buffer, self.fit.reads.position_of(index, parameters))
+            known = _known(self.fit, bucket, buffer)
             task = self._reduction.reduce(known)
             self._buckets.append(known)
             self.updates.append(BucketUpdate(self, known, task))
             self.updates[-1].close_gate()  # hooks of this pass may read and write gradients
         if bucket.is_last():
             self._reduction.close()
-            self._all_closed = True
+            self.transforms.complete = True
         return future
 
     def await_means(self, parameters: set[int]) -> None:
@@ -292,21 +286,15 @@ class OverlappedStep(TrainingStep):
     def end_backward(self) -> None:
         """See :class:`TrainingStep`."""
         with self.fit.lock:
+            if self.fit.sharded:
+                with torch._C.DisableTorchFunctionSubclass():  # opens no gate
+                    parameters = (p for update in self.updates for p in update.parameters)
+                    self.transforms.unused = {id(p) for p in parameters if p.grad is None}
             for update in self.updates:
                 if update.state is UpdateState.REDUCING and not update.is_gateable():
                     update.await_gradient()  # reads of its gradient would be missed
 
     # ------------------------------------------------------------------ optimizer step
-
-    def clip_norm(self, optimizer: Optimizer, max_norm: float) -> bool:
-        """See :class:`TrainingStep`."""
-        with self.fit.lock:
-            return self._all_closed and self.transforms.clip_norm(optimizer, max_norm)
-
-    def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
-        """See :class:`TrainingStep`."""
-        with self.fit.lock:
-            return self._all_closed and self.transforms.clip_value(optimizer, limit)
 
     def take(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
         """Defer the optimizer step of every bucket that was not read since the backward pass; take the others now.
@@ -318,8 +306,9 @@ class OverlappedStep(TrainingStep):
             self._await_unseen()
             deferrable = [u for u in self.updates if u.state is UpdateState.REDUCING]
             # If the backward pass left a bucket out, not all gates are closed; DDP raises at the next forward pass.
-            why_whole = _why_whole(optimizer, own_step) if self._all_closed else None
-            if self._all_closed and deferrable and not why_whole:
+            complete = self.transforms.complete
+            why_whole = (self.transforms.why_now or _why_whole(optimizer, own_step)) if complete else None
+            if complete and deferrable and not why_whole:
                 self._defer(optimizer, deferrable)
                 return None
         if why_whole:
@@ -330,7 +319,7 @@ class OverlappedStep(TrainingStep):
             return own_step()
 
     def _await_unseen(self) -> None:
-        held = self.fit.reads.find_held() if self._all_closed else set()
+        held = self.fit.reads.find_held() if self.transforms.complete else set()
         for update in self.updates:
             unseen = update.is_unseen() or not held.isdisjoint(map(id, update.parameters))
             if unseen and update.state is UpdateState.REDUCING:
@@ -410,7 +399,7 @@ class OverlappedStep(TrainingStep):
     def before_fork(self) -> None:
         """See :class:`TrainingStep`."""
         # A signal handler may fork in the middle of an update, which then goes on in the parent.
-        if self._all_closed and not any(update.state is UpdateState.OPENING for update in self.updates):
+        if self.transforms.complete and not any(update.state is UpdateState.OPENING for update in self.updates):
             self._land()
 
     def end_forward(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -423,13 +412,7 @@ class OverlappedStep(TrainingStep):
             self._apply_all()
         return late, untouched
 
-    def due_tasks(self) -> list[CommTask]:
-        """See :class:`TrainingStep`."""
-        due = [update.task for update in list(self.updates) if update.state is UpdateState.DUE]
-        norms = self.transforms.task
-        return due if norms is None or not due else [norms, *due]
-
-    def arriving_tasks(self) -> list[CommTask]:
+    def tasks_in_flight(self) -> list[CommTask]:
         """See :class:`TrainingStep`."""
         tasks = [u.task for u in list(self.updates) if u.state in (UpdateState.REDUCING, UpdateState.DUE)]
         norms = self.transforms.norms
@@ -487,45 +470,60 @@ def _why_whole(optimizer: Optimizer, own_step: Callable[[], Any]) -> str | None:
     return None
 
 
-OnArrival = Callable[[torch.futures.Future[object]], None]
-
 _FIRST_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES
 _BYTES = 25 * 1024 * 1024  # DDP's default
 _START_UP_SHARE = 0.1  # of a message's time
 _LOOK_EVERY = timedelta(milliseconds=200)
 
 
-class ScheduledBuckets:
-    """Buckets that the scheduler sends."""
+class PlainStep(TrainingStep):
+    """A plain step whose buckets the scheduler sends; see the module.
 
-    kind = "synchronised"
-    under_way = False
+    Args:
+        on_exposed: Called with the seconds for which training waited idle at the end; may be ``None``.
+        each: Wait in the hook of each bucket, as DDP does not say which one is the last.
+    """
 
-    def __init__(self, fit: Fit, number: int) -> None:
-        self._fit = fit
+    def __init__(
+        self, fit: Fit, number: int, on_exposed: Callable[[float], None] | None = None, *, each: bool = False
+    ) -> None:
+        super().__init__(fit, number)
+        self._each = each
+        self._on_exposed = on_exposed
         self._reduction = fit.reduction(number, overlaps=False)
         self._tasks: list[CommTask] = []
 
-    def send(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> None:
-        """Begin to average the buffer of the next bucket over all ranks, in place."""
-        index, parameters = bucket.index(), cast("list[nn.Parameter]", bucket.parameters())
-        known = GradientBucket(index, parameters, buffer, self._fit.reads.position_of(index, parameters))
-        self._tasks.append(self._reduction.reduce(known))
+    def reduce(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """See :class:`TrainingStep`."""
+        if buffer.numel():
+            self._send(bucket, buffer)
+        if bucket.is_last() or self._each:
+            self.waits_from = self.waits_from or self.fit.record.clock()
+            exposed = self._await_all()
+            if self._on_exposed is not None:
+                self._on_exposed(exposed)
+        return self.fit.futures.completed(bucket.index(), buffer)
 
-    def finish(self) -> float:
-        """Wait for all buckets, once all are sent; returns the seconds of idle waiting, infinite if unknown.
+    def _send(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> None:
+        """Begin to average the buffer of the next bucket over all ranks, in place."""
+        self._tasks.append(self._reduction.reduce(_known(self.fit, bucket, buffer)))
+
+    def _await_all(self) -> float:
+        """Wait for all buckets sent so far; returns the seconds of idle waiting, infinite if unknown.
 
         Raises:
             BaseException: The error of a reduction.
         """
-        clock, wire = self._fit.record.clock, self._fit.wire
+        clock, wire = self.fit.record.clock, self.fit.wire
         start = clock()
         for task in self._tasks:
             wire.route.join(task, wire.timeout)
         return clock() - start
 
-    def fail(self, error: BaseException) -> None:
-        """End waits that the scheduler's core does not end with ``error``: there are none here."""
+
+def _known(fit: Fit, bucket: dist.GradBucket, buffer: torch.Tensor) -> GradientBucket:
+    index, parameters = bucket.index(), cast("list[nn.Parameter]", bucket.parameters())
+    return GradientBucket(index, parameters, buffer, fit.reads.position_of(index, parameters))
 
 
 def merged_bytes(device: torch.device, link: LinkEstimate | None) -> int:
@@ -542,36 +540,32 @@ def merged_bytes(device: torch.device, link: LinkEstimate | None) -> int:
     return min(max(int(link.alpha / link.beta / _START_UP_SHARE), _FIRST_BYTES), _BYTES)
 
 
-class MergedBuckets:
-    """Buckets that bypass the scheduler, merged; see the module and :class:`ScheduledBuckets`.
+class MergedStep(PlainStep):
+    """A plain step whose buckets bypass the scheduler, merged; see the module.
 
     Args:
         limit: Bytes at which a message is sent, see :func:`merged_bytes`; 0 to send buckets unmerged.
-        weight: This rank's weight.
-        failure: Returns the reason why nothing will come, if another rank has failed.
-        record: Called with each message before it is sent; the result, if any, is called with the message's future.
+        processors: This rank's share of the processors.
     """
 
     kind = "as DDP's"
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        weight: StepWeight,
+        fit: Fit,
+        number: int,
+        on_exposed: Callable[[float], None] | None = None,
         *,
         limit: int = _BYTES,
         processors: int = 1,
-        failure: Callable[[], BaseException | None] = lambda: None,
-        record: Callable[[Sequence[torch.Tensor]], OnArrival | None] = lambda buffers: None,
     ) -> None:
-        self._group = group
-        self._failure = failure
-        self._record = record
-        self._weight = weight
-        self._formed: list[list[torch.Tensor]] = []  # messages that wait for this rank's weight
+        super().__init__(fit, number, on_exposed)
+        wire, device = fit.wire, fit.device
+        if wire.route.streams is not None:
+            wire.core.drain(wire.timeout)  # NCCL runs in launch order, and this thread launches next
+        self._group = wire.route.group
         self._processors = processors
-        backend = group._get_backend(device).name()
+        backend = self._group._get_backend(device).name()
         self._streams_wait = device.type != "cpu" and backend == "nccl"
         self._merges = device.type == "cpu" or backend != "gloo"  # gloo sends several tensors as one only on a CPU
         self._waiting: list[torch.Tensor] = []
@@ -581,41 +575,22 @@ class MergedBuckets:
         self._limit = min(limit, _FIRST_BYTES)
         self._next_limit = limit
 
-    @classmethod
-    def of(cls, fit: Fit, number: int, *, limit: int, processors: int) -> MergedBuckets:
-        """Return the merged buckets of step ``number``."""
-        wire = fit.wire
-        if wire.route.streams is not None:
-            wire.core.drain(wire.timeout)  # NCCL runs in launch order, and this thread launches next
-        return cls(
-            wire.route.group,
-            fit.device,
-            fit.weight,
-            limit=limit,
-            processors=processors,
-            failure=fit.own_failure,
-            record=SentMessages(fit, number).sending,
-        )
-
-    def send(self, bucket: object, buffer: torch.Tensor) -> None:
-        """See :class:`ScheduledBuckets`."""
+    def _send(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> None:
+        """See :class:`PlainStep`."""
         if self._error is not None:
             raise self._error
         if self._waiting and self._waiting[0].dtype != buffer.dtype:
-            self._form()
+            self._send_waiting()
         self._waiting.append(buffer)
         self._waiting_bytes += buffer.nbytes
         if self._waiting_bytes >= self._limit:
-            self._form()
+            self._send_waiting()
             self._limit = self._next_limit
 
-    def finish(self) -> float:
-        """See :class:`ScheduledBuckets`."""
+    def _await_all(self) -> float:
+        """See :class:`PlainStep`."""
         if self._waiting:
-            self._form()
-        if self._formed:
-            self._weight.wait(self._cause)
-            self._send_formed()
+            self._send_waiting()
         start, busy = time.perf_counter(), time.process_time()
         for work in self._works:
             if self._streams_wait:
@@ -631,31 +606,23 @@ class MergedBuckets:
         return max(waited, 0.0)
 
     def _cause(self) -> BaseException | None:
-        return self._error or self._failure()
+        return self._error or self.fit.own_failure()
 
     @property
     def under_way(self) -> bool:
-        """See :class:`ScheduledBuckets`."""
+        """See :class:`TrainingStep`."""
         return not all(work.is_completed() for work in self._works)
 
     def fail(self, error: BaseException) -> None:
-        """See :class:`ScheduledBuckets`."""
+        """See :class:`TrainingStep`."""
         self._error = error
 
-    def _form(self) -> None:
-        self._formed.append(self._waiting)
-        self._waiting, self._waiting_bytes = [], 0
-        if self._weight.known:
-            self._send_formed()
-
-    def _send_formed(self) -> None:
-        formed, self._formed = self._formed, []
-        for buffers in formed:
-            self._send_together(buffers, self._weight.factor)
-
-    def _send_together(self, waiting: list[torch.Tensor], factor: float) -> None:
-        if factor:
-            torch._foreach_mul_(waiting, factor)
+    def _send_waiting(self) -> None:
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        weight = self.fit.weight
+        weight.wait(self._cause)
+        if weight.factor:
+            torch._foreach_mul_(waiting, weight.factor)
         else:  # the weight is zero also for non-finite gradients
             torch._foreach_zero_(waiting)
         for buffers in [waiting] if self._merges else [[each] for each in waiting]:
@@ -666,29 +633,22 @@ class MergedBuckets:
                 with suppress(RuntimeError):  # a backend without futures still works
                     work.get_future().add_done_callback(arrived)
 
+    def _record(self, buffers: Sequence[torch.Tensor]) -> Callable[[torch.futures.Future[object]], None] | None:
+        """Count a message that begins, as the core does not see it.
 
-class SentMessages:
-    """Counts the messages of a step as DDP's and records them on the timeline, as the core does not see them.
+        On a GPU a message begins and ends on the timeline when the device reaches it.
 
-    On a GPU a message begins and ends when the device reaches it.
-    """
-
-    def __init__(self, fit: Fit, step: int) -> None:
-        self._fit = fit
-        self._step = step
-        self._count = 0
-
-    def sending(self, buffers: Sequence[torch.Tensor]) -> OnArrival | None:
-        """Note that a message of ``buffers`` begins; the result is called with its future, on any thread."""
-        record = self._fit.record
-        nbytes = self._fit.wire.route.wire_share * sum(buffer.nbytes for buffer in buffers)
+        Returns:
+            What to call with its future when it has arrived, on any thread, if there is a timeline.
+        """
+        record = self.fit.record
+        nbytes = self.fit.wire.route.wire_share * sum(buffer.nbytes for buffer in buffers)
         record.statistics.bytes_sent += nbytes
         record.statistics.bytes_uncompressed += nbytes
         if record.timeline is None:
             return None
-        clock, number, timeline = record.clock, self._count, record.timeline
-        self._count += 1
-        args = {"bytes": nbytes, "step": self._step, "task": number, "partition": 0, "buckets": len(buffers)}
+        clock, number, timeline = record.clock, len(self._works), record.timeline
+        args = {"bytes": nbytes, "step": self.number, "task": number, "partition": 0, "buckets": len(buffers)}
         began = [clock()]
         self._when_reached(lambda: began.append(clock()))
 
@@ -705,52 +665,4 @@ class SentMessages:
 
     def _when_reached(self, then: Callable[[], None]) -> None:
         """Call ``then`` when the current stream has finished its work so far; at once on a CPU."""
-        self._fit.wire.route.when_ready(ReadyMark(self._fit.device), then)
-
-
-class PlainStep(TrainingStep):
-    """See the module, and :class:`TrainingStep`.
-
-    Args:
-        buckets: Averages the step's buckets.
-        on_exposed: Called with the seconds for which training waited idle at the end; may be ``None``.
-        each: Wait in the hook of each bucket, as DDP does not say which one is the last.
-    """
-
-    def __init__(
-        self,
-        fit: Fit,
-        number: int,
-        buckets: ScheduledBuckets | MergedBuckets,
-        on_exposed: Callable[[float], None] | None = None,
-        *,
-        each: bool = False,
-    ) -> None:
-        super().__init__(fit, number)
-        self._each = each
-        self.kind = buckets.kind
-        self._buckets = buckets
-        self._on_exposed = on_exposed
-
-    def reduce(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """See :class:`TrainingStep`."""
-        if buffer.numel():
-            self._buckets.send(bucket, buffer)
-        if bucket.is_last() or self._each:
-            self._finish()
-        return self.fit.futures.completed(bucket.index(), buffer)
-
-    def _finish(self) -> None:
-        self.waits_from = self.waits_from or self.fit.record.clock()
-        exposed = self._buckets.finish()
-        if self._on_exposed is not None:
-            self._on_exposed(exposed)
-
-    def fail(self, error: BaseException) -> None:
-        """See :class:`TrainingStep`."""
-        self._buckets.fail(error)
-
-    @property
-    def under_way(self) -> bool:
-        """See :class:`TrainingStep`."""
-        return self._buckets.under_way
+        self.fit.wire.route.when_ready(ReadyMark(self.fit.device), then)

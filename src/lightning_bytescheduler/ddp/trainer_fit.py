@@ -170,11 +170,6 @@ class TrainerFit(DecidedFit):
         yield
         self.end_forward()
 
-    def leaves_out(self) -> bool:
-        """Whether to skip a backward pass, as the batch has no sample."""
-        sends = getattr(self._strategy.model, "require_backward_grad_sync", True)
-        return self.weights.leaves_out(communicates=sends)
-
     @contextmanager
     def backward_of(self, loss: torch.Tensor) -> Iterator[None]:
         """Wrap a backward pass of ``loss``."""

@@ -321,7 +321,6 @@ class Wire:
             overtaking=agreed.far and not options.policy.one_at_a_time,
             order=self._order,
             observer=record.arrived,
-            debug=options.debug,
         )
         self.route = self._chosen_route(device)
         self._order.start(self.core.update_order)
