@@ -62,9 +62,8 @@ def _run(argv: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
     for name, command in _COMMANDS.items():
-        added = commands.add_parser(
-            name, help=command.does.partition(". ")[0], description=command.does, example=f"{name} {command.example}"
-        )
+        does, example = command.does, f"{name} {command.example}"
+        added = commands.add_parser(name, help=does.partition(". ")[0].rstrip("."), description=does, example=example)
         if name == chosen:  # adding the others' arguments would import modules that are not needed
             module = import_module(f"lightning_bytescheduler.{command.module}")
             # A command that has actions of its own lets them set it.
@@ -205,15 +204,15 @@ _COMMANDS = {
         "timeline.picture",
     ),
     "predict": _Command(
-        "Say how long a training step would take on a link, with ddp, bytescheduler and others: of a known network "
-        "(--profile), or of your own module, of which a few steps are taken on a copy and on one device.",
+        "Say how long a training step takes on a link, with ddp, bytescheduler and others. It is that of a known "
+        "network (--profile), or of your own module, of which a few steps are taken on a copy and on one device.",
         "train.py:Model --workers 4 --bandwidth 10Gbit/s --latency 50us --png plan.png",
         "predicting.command",
     ),
     "check": _Command(
-        "Run a training script for some steps with ddp and with bytescheduler in place of its own strategy, from the "
-        "same seeds. Say whether weights, optimizer state and metrics are the same, or where they differ. Exit codes: "
-        "0 the same, 1 different, 2 could not be checked.",
+        "Train your script with ddp and with bytescheduler, and compare. Both take some steps from the same seeds, in "
+        "place of its own strategy. The report says whether weights, optimizer state and metrics are the same, or "
+        "where they differ. Exit codes: 0 the same, 1 different, 2 could not be checked.",
         "--steps 50 --devices 2 -- python train.py --lr 1e-3",
         "checking.check",
     ),
@@ -233,14 +232,14 @@ _COMMANDS = {
         "slices.command",
     ),
     "coordinator": _Command(
-        "Run a coordinator: workers join it with DiLoCoStrategy(coordinator=...), and may leave, die and come back. It "
-        "ends rounds, merges updates, hands out slices of data, and keeps the run in a folder or bucket.",
+        "Coordinate a DiLoCo training whose workers join and leave. They join by DiLoCoStrategy(coordinator=...). The "
+        "coordinator ends rounds, merges updates, hands out slices of data, and keeps the run in a folder or bucket.",
         "--state runs/first --train data/slices --inner-steps 100 --wire-dtype int8",
         "coordinator.command",
     ),
     "server": _Command(
-        "Run a parameter server for a training with ByteSchedulerStrategy(servers=...), until the training "
-        "is over. It finds the training by its MASTER_ADDR and MASTER_PORT.",
+        "Add up gradients for a training with parameter servers. It runs until a training with "
+        "ByteSchedulerStrategy(servers=...) is over, and finds it by its MASTER_ADDR and MASTER_PORT.",
         "--master-addr node0 --master-port 29500",
         "collectives.server_meeting",
     ),

@@ -253,7 +253,7 @@ def _draw_trials(ax: Axes, trials: Sequence[TrialEntry], chosen: TrialEntry | No
     ax.step(range(1, len(best) + 1), best, where="post", color=INK, linewidth=1.2, label="best so far", zorder=3)
     if chosen is not None:
         place = [len(trials) + 0.35], [chosen.time.seconds * 1e3]
-        ax.plot(*place, "*", markersize=13, color=_GREEN, label="chosen, measured again", zorder=4)
+        ax.plot(*place, "*", markersize=13, color=_GREEN, label="chosen", zorder=4)
     numbers = range(1, len(trials) + 1, 1 + len(trials) // _LABELLED)
     ax.set_xticks(numbers, labels=[_short(trials[number - 1].point) for number in numbers])
     ax.set_xlabel("trial, by its credit and partition size (parameters)")
