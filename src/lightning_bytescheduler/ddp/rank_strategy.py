@@ -698,8 +698,8 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         except Exception as error:
             if not is_cut_off(checkpoint_path):
                 raise
-            cause = f"The file is cut off, or no checkpoint ({phrase(error)}). Take an earlier one."
-            raise OptionError("ckpt_path", os.fspath(checkpoint_path), "a whole checkpoint", cause) from error
+            hint = "The file is cut off, or is none. Take an earlier one."
+            raise OptionError("ckpt_path", os.fspath(checkpoint_path), "a whole checkpoint", hint) from error
         self._checkpoint = checkpoint_path, f" of epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
         return checkpoint
 
