@@ -246,11 +246,10 @@ def place_of(trainer: pl.Trainer) -> str:
 
 def _launched() -> int:
     """Return the number of collectives begun on the default group; 0 if the backend does not count."""
-    group = dist.group.WORLD
-    count = getattr(group, "_get_sequence_number_for_group", None)
+    group: Any = dist.group.WORLD
     try:
-        return 0 if count is None else int(count())
-    except RuntimeError:  # this backend does not count
+        return int(group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):  # there is no group, or its backend does not count
         return 0
 
 
@@ -478,9 +477,11 @@ class JoinedRanks:
         if board is None:
             return
         board.take_over()
-        cause = self._explain(exception)
+        cause, orderly = self._explain(exception), self._ends_orderly(exception)
+        if isinstance(cause, SIGTERMException) and not orderly:
+            board.diagnose(cause, silence=1.5)  # launchers end all ranks if one has died, which is then named
         if not isinstance(cause, RankFailedError):
-            board.publish(cause, orderly=self._ends_orderly(cause))
+            board.publish(cause, orderly=orderly)
         if cause is not exception and hasattr(exception, "add_note"):
             exception.add_note(str(cause))
         if self.fit is not None:

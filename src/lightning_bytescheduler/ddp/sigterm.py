@@ -194,10 +194,9 @@ class SigtermForAll:
 
         def begins_batch() -> None:
             self.begin_batch()
-            if self._group is None:  # no fit
-                return
-            self.await_batch_begun()  # the last batch may have had no backward pass
-            self._begun = broadcast_from_first(self._group, torch.zeros(1, dtype=torch.float32, device="cpu"))
+            if self._group is not None:
+                self.await_batch_begun()  # the last batch may have had no backward pass
+                self._begun = broadcast_from_first(self._group, torch.zeros(1, dtype=torch.float32, device="cpu"))
 
         try:
             with own_sigterm(self._trainer, received=self._stop.ask, begins_batch=begins_batch):

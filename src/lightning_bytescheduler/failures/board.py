@@ -41,7 +41,6 @@ from lightning_bytescheduler.failures.messages import (
     brief,
     is_communication_error,
     is_timeout,
-    values_of,
 )
 from lightning_bytescheduler.failures.rendezvous import (
     Introduction,
@@ -181,7 +180,7 @@ class AgreedStop:
         self._store.set(f"begun/{self._rank}", " ".join(map(str, self._begun)))
         keys = [f"begun/{rank}" for rank in range(self._world_size)]
         if self._store.check(keys):
-            places = values_of(self._store, keys)
+            places = self._store.multi_get(keys)
             with self._changed:
                 self._last = max(tuple(map(int, place.split())) for place in places)
                 self._changed.notify_all()
@@ -531,11 +530,6 @@ class FaultBoard:
         cause = f"it shows no sign of life{others}{broken and '; '}{broken}{last and '. '}{last}"
         self._find(RankFailedError(silent[0], cause))
 
-    def _lose_store(self) -> None:
-        # At an orderly end rank 0 may leave first and take the store with it, so a lost store alone is no failure.
-        self._store_lost = True
-        log.debug("the rendezvous store cannot be reached", exc_info=True)
-
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
@@ -558,19 +552,20 @@ class FaultBoard:
 
     def _talk(self, leaves: bool, asking: list[tuple[float, str]]) -> bool:
         """Talk to the store; returns whether it was told that this rank leaves."""
-        if self._presence.gone():
-            self._lose_store()
-            return False
         silence, until = self._asked
         wanted = time.monotonic() < until
         try:
+            if self._presence.gone():
+                raise ConnectionError("The host of the rendezvous store has ended.")
             for stop in self._stops:
                 stop.look()
             notice = self._exchange_notices()
             self._signs.give(self._stand(), left=leaves)
             standstill = self._signs.watch(wanted=wanted, examine=bool(asking))
-        except RuntimeError:
-            self._lose_store()
+        except (RuntimeError, ConnectionError):
+            # At an orderly end rank 0 may leave first and take the store with it, so a lost store alone is no failure.
+            self._store_lost = True
+            log.debug("the rendezvous store cannot be reached", exc_info=True)
             return False
         silence, broken = min([*asking, (silence, "")] if wanted else asking, default=(_VANISHED * NATIVE_S, ""))
         dead = self._signs.silent(silence)

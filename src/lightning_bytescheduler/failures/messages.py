@@ -44,13 +44,6 @@ class StoreMessage(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self, enc_hook=str).decode()  # for subclasses of str, as torch.__version__
 
 
-def values_of(store: dist.Store, keys: Sequence[str]) -> list[bytes]:
-    """The values of keys that are there."""
-    if getattr(store, "has_extended_api", lambda: False)():
-        return list(store.multi_get(list(keys)))  # one request, however many ranks there are
-    return [store.get(key) for key in keys]
-
-
 class FaultNotice(StoreMessage, frozen=True, kw_only=True):
     """One rank's failure.
 

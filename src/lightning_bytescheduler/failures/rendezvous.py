@@ -39,6 +39,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import msgspec
 import torch.distributed as dist
@@ -49,7 +50,7 @@ from lightning_bytescheduler.exceptions import (
     RanksUnreachableError,
     SchedulerTimeoutError,
 )
-from lightning_bytescheduler.failures.messages import RANKS_SHOWN, FaultNotice, StoreMessage, names_of, values_of
+from lightning_bytescheduler.failures.messages import RANKS_SHOWN, FaultNotice, StoreMessage, names_of
 
 log = logging.getLogger(__name__)
 
@@ -335,7 +336,7 @@ def hold_roll_call(
     for _ in _patient_looks(who_is_missing, timeout=timeout, failure=failure):
         if store.check(keys):
             break
-    return [Introduction.decode(text) for text in values_of(store, keys)]
+    return [Introduction.decode(text) for text in store.multi_get(keys)]
 
 
 def require_alike(
@@ -461,20 +462,15 @@ class Meeting:
         if self.rank == 0:
             place.set("name", own)
         met = dist.PrefixStore(own if self.rank == 0 else self._confirmed_name(place, own), store)
-        introductions = hold_roll_call(
-            dist.PrefixStore("meeting", met),
-            Introduction(rank=self.rank, facts={"strategy": self.strategy}),
-            world_size=self.world_size,
-            timeout=self.timeout,
-            failure=confirm,
-        )
-        met.set(f"read/{self.rank}", "")
+        introduced = Introduction(rank=self.rank, facts={"strategy": self.strategy})
+        call = partial(hold_roll_call, own=introduced, world_size=self.world_size)
+        ranks = call(dist.PrefixStore("meeting", met), timeout=self.timeout, failure=confirm)
         try:
-            require_alike(introductions, way_out="Give all of them the same one.")
+            require_alike(ranks, way_out="Give all of them the same one.")
         except RanksDifferError:
-            for waited in looks(lambda: None):  # the store may end with this rank
-                if waited >= _FAREWELL_S or met.check([f"read/{r}" for r in range(self.world_size)]):
-                    raise
+            with contextlib.suppress(SchedulerTimeoutError):  # the store may end with this rank
+                call(dist.PrefixStore("read", met), timeout=_FAREWELL_S)
+            raise
         return met
 
     def _confirmed_name(self, place: dist.Store, own: str) -> str:

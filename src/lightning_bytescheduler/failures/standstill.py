@@ -37,7 +37,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.failures.messages import RANKS_SHOWN, StoreMessage, values_of
+from lightning_bytescheduler.failures.messages import RANKS_SHOWN, StoreMessage
 
 log = logging.getLogger(__name__)
 
@@ -394,7 +394,7 @@ class VitalSigns:
         keys = {rank: f"signs/{rank}" for rank in self.others}
         self._came += [rank for rank in self.others if rank not in self._came and self._store.check([keys[rank]])]
         signs = dict.fromkeys(self.others, Sign())
-        texts = values_of(self._store, [keys[rank] for rank in self._came])
+        texts = self._store.multi_get([keys[rank] for rank in self._came])
         signs.update(zip(self._came, map(Sign.decode, texts), strict=True))
         self._seen = {rank: self._seen.get(rank, _Seen(sign, now, now)).then(sign, now) for rank, sign in signs.items()}
         self.looked_at = now
