@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_bytescheduler.tuning.sizes import LinkEstimate, default_sizes
+from lightning_bytescheduler.tuning.sizes import LinkEstimate, default_sizes, is_slow
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -123,3 +123,17 @@ def test_servers_get_the_published_partitions_and_credit(parameters: int, width:
 def test_no_rate_is_told_that_could_not_be_measured() -> None:
     assert LinkEstimate.fit((4, 1e-4), (264, 9e-5)).at_rate == ""
     assert LinkEstimate(alpha=1e-4, beta=1e-8).at_rate == " at 100 MB/s"
+
+
+@pytest.mark.parametrize(
+    ("megabytes_per_s", "megabytes", "busy", "slow"),
+    [
+        (100, 100, True, True),  # ordinary Ethernet: the processor waits for what comes
+        (100, 1, True, False),  # too little to matter
+        (1000, 100, True, False),  # the processor copies most of the time
+        (1000, 100, False, True),  # it is free, as a GPU computes
+    ],
+)
+def test_a_link_is_slow_where_much_can_be_hidden(megabytes_per_s: int, megabytes: int, busy: bool, slow: bool) -> None:
+    link = LinkEstimate(alpha=1e-4, beta=1e-6 / megabytes_per_s)
+    assert is_slow(link, nbytes=megabytes * 10**6, busy_processor=busy) is slow
