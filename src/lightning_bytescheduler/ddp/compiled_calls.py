@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_bytescheduler.ddp.gates import Gate, any_closed, closed_gates, open_gates
 
@@ -237,20 +238,11 @@ def _compiled_in(frame: FrameType) -> Any:
 
 def _own_parameters(function: Any, frame: FrameType) -> Iterator[nn.Parameter]:
     variables = frame.f_locals
-    yield from _parameters_in((_owner(function), variables.get("args", ()), variables.get("kwargs", {})))
-
-
-def _parameters_in(values: Any) -> Iterator[nn.Parameter]:
-    if isinstance(values, nn.Parameter):
-        yield values
-    elif isinstance(values, nn.Module):
-        yield from values.parameters()
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from _parameters_in(value)
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from _parameters_in(value)
+    for found in tree_leaves((_owner(function), variables.get("args"), variables.get("kwargs"))):
+        if isinstance(found, nn.Parameter):
+            yield found
+        elif isinstance(found, nn.Module):
+            yield from found.parameters()
 
 
 def _owner(function: Any) -> nn.Module | None:

@@ -518,10 +518,6 @@ def say_start(
     rank_zero_info(f"bytescheduler: {facts}{steps}{sizes}{_TUNED if tuned else ''}")
 
 
-def _wait_for_nothing() -> None:
-    """Ranks begin their batches without each other."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:
     """What all fits of a strategy have in common.
@@ -534,7 +530,6 @@ class FitOptions:
         rules: Which gradients travel compressed, if any.
         counter: Makes the counter of a rank's samples, if gradients are weighted by them.
         servers: The parameter servers, if any average gradients.
-        await_batch: Waits until rank 0 has begun the present batch, too.
     """
 
     scheduler: SchedulerOptions
@@ -544,7 +539,6 @@ class FitOptions:
     rules: CompressionRules | None = None
     counter: Callable[[int], SampleCounter] | None = None
     servers: ServerOptions = field(default_factory=ServerOptions)
-    await_batch: Callable[[], None] = _wait_for_nothing
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -15,7 +15,6 @@ freely: a deferred step has its own copy.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os.path
 import sys
@@ -30,6 +29,7 @@ from torch._functorch import pyfunctorch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.ddp.gates import must_not_wait
@@ -186,6 +186,7 @@ ParameterGradient = tuple[int, nn.Parameter, torch.Tensor]
 """(index of the parameter group, parameter, gradient to step with)."""
 
 HyperparameterSnapshot = list[dict[str, Any]]
+_MAY_HAVE_TENSORS = (torch.Tensor, dict, list, tuple)
 
 _PER_PARAMETER_NAMES = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"
 _PER_PARAMETER: tuple[type[Optimizer], ...] = tuple(
@@ -290,16 +291,11 @@ def snapshot_hyperparameters(optimizer: Optimizer) -> HyperparameterSnapshot:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()  # a capturable optimizer's learning rate is changed in place
-    if isinstance(value, dict):
-        copied = copy.copy(value)
-        copied.update((key, _copied(inner)) for key, inner in value.items())
-        return copied
-    if isinstance(value, (tuple, list)):
-        make = getattr(value, "_make", list if isinstance(value, list) else tuple)
-        return make(map(_copied, value))
-    return value
+    return tree_map_only(torch.Tensor, _clone, value) if isinstance(value, _MAY_HAVE_TENSORS) else value
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()  # a capturable optimizer's learning rate is changed in place
 
 
 class DueStep:

@@ -36,7 +36,6 @@ from lightning_bytescheduler.ddp.decided_fit import DecidedFit, open_wire, optim
 from lightning_bytescheduler.ddp.fit_report import OverlapPlan, SchedulerStatistics
 from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks, PublishesFailures, model_facts
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.rendezvous import Introduction
 from lightning_bytescheduler.failures.standstill import Standing
 from lightning_bytescheduler.lightning_api import (
     FabricDDPStrategy,
@@ -238,7 +237,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         if board is None or not any(p.requires_grad for p in module.parameters()):
             return super().setup_module(module)
         self.barrier()  # the barrier detects a rank that has died; the store does not
-        self._meet("a model", Introduction(rank=self.global_rank, facts=model_facts(module.parameters())))
+        self._meet("a model", model_facts(module.parameters()))
         if self.fit is not None:
             if not self.reduce_boolean_decision(self.fit.module() is None):  # on all ranks it was garbage-collected
                 rank_zero_info(
@@ -264,7 +263,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             raise self._board.fault
         if not self._trains:  # meet first: another rank may load a checkpoint that this one does not
             self._trains = True
-            self._meet("the first backward pass", Introduction(rank=self.global_rank, facts={}))
+            self._meet("the first backward pass", {})
         with self._explained(), nullcontext() if self.fit is None else self.fit.backward():
             super().backward(tensor, module, *args, **kwargs)
 

@@ -73,6 +73,7 @@ from lightning_bytescheduler.scheduler.options import SchedulerOptions
 _T = TypeVar("_T")
 _TIMEOUT_S = 1800.0
 _NEXT = "what comes next"
+_NOTHING: Mapping[str, str] = {}
 _COMPUTES_S = 10.0  # time limit of a fork's computation, which takes milliseconds
 _ENOUGH_FOR_THREADS = 2**20  # values
 _ONE_CHECKPOINT = (
@@ -401,24 +402,25 @@ class JoinedRanks:
     def _join(self, strategy: str, facts: Mapping[str, object], trainer: pl.Trainer | None = None) -> FaultBoard:
         """Open the board of a training, and check that all ranks have the same options."""
         self._board = board = FaultBoard.open(rank=self.global_rank, world_size=dist.get_world_size())
-        self._meet("options", introduce(self.global_rank, strategy, facts, trainer))
+        own = introduce(self.global_rank, strategy, facts, trainer)
+        self._meet("options", own.facts, own.noted)
         return board
 
-    def _meet(self, what: str, own: Introduction, **way_out: str) -> None:
-        board = self._board
+    def _meet(self, what: str, facts: Mapping[str, str], noted: Mapping[str, str] = _NOTHING, **more: str) -> None:
+        board, host = self._board, more.pop("host", socket.gethostname())
         if board is None:
             return
-
+        own = Introduction(rank=self.global_rank, facts={_NEXT: what, **facts}, noted=noted, host=host)
         with self._explained():
             ranks = hold_roll_call(
                 board.meeting_place(),
-                replace(own, facts={_NEXT: what, **own.facts}),
+                own,
                 world_size=board.world_size,
                 timeout=self._longest_wait_s,
                 failure=self._no_hope,
             )
             require_alike([replace(one, facts={_NEXT: one.facts[_NEXT]}, noted={}) for one in ranks])
-            require_alike(ranks, warn=rank_zero_warn, **way_out)
+            require_alike(ranks, warn=rank_zero_warn, **more)
 
     def _compare_checkpoints(self, path: str | Path | None, written: str = "", **facts: str) -> None:
         """Check with all other ranks that they resume from the same checkpoint.
@@ -432,8 +434,7 @@ class JoinedRanks:
             host, found = socket.gethostname(), "none"
             if path is not None:
                 host, found = f"{host}: {path}", f"one with digest {digest_of(path)}{written}"
-            own = Introduction(rank=self.global_rank, facts={"checkpoint": found, **facts}, host=host)
-            self._meet("the checkpoint", own, way_out=_ONE_CHECKPOINT)
+            self._meet("the checkpoint", {"checkpoint": found, **facts}, host=host, way_out=_ONE_CHECKPOINT)
 
     @property
     def _longest_wait_s(self) -> float:
@@ -639,6 +640,9 @@ class RankStrategy(JoinedRanks, DDPStrategy):
             self.fit = TrainerFit.begin(self, self._fit_options, self._board)
 
     # ------------------------------------------------------------------ one step
+
+    def await_batch(self) -> None:
+        """Wait until the first rank has begun this batch too, if ranks begin batches together."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """See DDPStrategy."""

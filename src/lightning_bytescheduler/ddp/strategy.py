@@ -31,7 +31,6 @@ from lightning_bytescheduler.ddp.sigterm import RequeueForAll, SigtermForAll, re
 from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.ddp.wire import ServerOptions
 from lightning_bytescheduler.exceptions import OptionError, RanksDivergedError, UnsupportedError
-from lightning_bytescheduler.failures.rendezvous import Introduction
 from lightning_bytescheduler.lightning_api import (
     CheckpointIO,
     ClusterEnvironment,
@@ -187,7 +186,6 @@ class ByteSchedulerStrategy(RankStrategy):
             rules=self._rules,
             counter=partial(SampleCounter, self._weighting.samples) if self._weighting.by_samples else None,
             servers=self._servers,
-            await_batch=self._await_batch,
         )
         self._tuning = self._fit_options.tuning
 
@@ -270,9 +268,7 @@ class ByteSchedulerStrategy(RankStrategy):
             return dataloader
         with self._explained():
             fit = self._fit_of_data() if self._board is not None else None
-            made = self._sharing.share_out(
-                dataloader, module.trainer, fit, self._meet_with, several=len(self._loaders) > 1
-            )
+            made = self._sharing.share_out(dataloader, module.trainer, fit, self._meet, several=len(self._loaders) > 1)
         if made is not dataloader:
             self._during_fit.enter_context(loader_resumes())
         return made
@@ -289,9 +285,6 @@ class ByteSchedulerStrategy(RankStrategy):
                 "trainer.estimated_stepping_batches in setup. Ask for that in configure_optimizers, or later."
             )
         return self.fit
-
-    def _meet_with(self, what: str, facts: Mapping[str, str]) -> None:
-        self._meet(what, Introduction(rank=self.global_rank, facts=facts))
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """See RankStrategy."""
@@ -326,11 +319,12 @@ class ByteSchedulerStrategy(RankStrategy):
         if self._board is not None:
             if module is not None:
                 self.barrier("model")  # the barrier detects a rank that has died; the store does not
-                self._meet_with("the model", model_facts(module.parameters()))
+                self._meet("the model", model_facts(module.parameters()))
             self.begin_fit()
         super().configure_ddp()
 
-    def _await_batch(self) -> None:
+    def await_batch(self) -> None:
+        """See RankStrategy."""
         if self._sigterm is not None:
             self._sigterm.await_batch_begun()
 
@@ -338,8 +332,7 @@ class ByteSchedulerStrategy(RankStrategy):
         """Make optimizers, and check that they are the same on all ranks; see DDPStrategy."""
         super().setup_optimizers(trainer)
         if self._board is not None and trainer.state.fn == TrainerFn.FITTING:
-            facts, noted = optimizer_facts(self.optimizers)
-            self._meet("optimizers", Introduction(rank=self.global_rank, facts=facts, noted=noted))
+            self._meet("optimizers", *optimizer_facts(self.optimizers))
 
     def teardown(self) -> None:
         """Land pending updates, stop every thread, unwrap the model; see DDPStrategy."""

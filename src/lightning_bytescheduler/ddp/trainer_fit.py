@@ -165,7 +165,7 @@ class TrainerFit(DecidedFit):
         """Wrap a forward pass that trains on ``batch``."""
         model = self._strategy.model
         if isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers():
-            self._options.await_batch()  # DDP waits for the first rank here
+            self._strategy.await_batch()  # DDP waits for the first rank here
         self.begin_forward(batch)
         yield
         self.end_forward()
@@ -173,7 +173,7 @@ class TrainerFit(DecidedFit):
     @contextmanager
     def backward_of(self, loss: torch.Tensor) -> Iterator[None]:
         """Wrap a backward pass of ``loss``."""
-        self._options.await_batch()  # hand over gradients only of batches that all ranks have begun
+        self._strategy.await_batch()  # hand over gradients only of batches that all ranks have begun
         with self.backward(), self.weights.backward(loss):
             yield
 

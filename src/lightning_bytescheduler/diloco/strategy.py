@@ -58,7 +58,7 @@ from lightning_bytescheduler.diloco.training_loop import (
 from lightning_bytescheduler.diloco.worker_restart import Resumed
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.rendezvous import Introduction, hold_roll_call, require_alike
+from lightning_bytescheduler.failures.rendezvous import hold_roll_call, require_alike
 from lightning_bytescheduler.lightning_api import (
     CheckpointIO,
     ClusterEnvironment,
@@ -442,7 +442,7 @@ class DiLoCoStrategy(RankStrategy):
         if module is None or joint is None:
             raise UnsupportedError("Strategy 'diloco' trains LightningModules, through a Trainer.")
         with self._explained():
-            self._meet("the model", Introduction(rank=self.global_rank, facts=model_facts(module.parameters())))
+            self._meet("the model", model_facts(module.parameters()))
             joint.broadcast([*module.parameters(), *module.buffers()])
             runtime = self._runtime
             if isinstance(runtime, CoordinatedRuntime):

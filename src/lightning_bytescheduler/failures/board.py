@@ -659,6 +659,7 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
             hint = threading.Timer(_CONNECTING_S, log.warning, [connection_hint(world_size, host, port)])
             hint.name, hint.daemon = "bytescheduler-connecting", True
             hint.start()
+            opened.callback(hint.join, _STOP_S)
             opened.callback(hint.cancel)
         try:
             yield board
@@ -666,9 +667,8 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
                 raise board.fault
         except Exception as error:
             cause: BaseException = explain_connection(error, rank, host, port)
-            if cause is not error or is_communication_error(
-                error
-            ):  # a rank that has died cannot be connected to either
+            # A rank that has died cannot be connected to either.
+            if cause is not error or is_communication_error(error):
                 found = board.diagnose(error, silence=NATIVE_S / 4)
                 cause = cause if found is error else found
             if not board.publish(cause) and board.fault is not None and not isinstance(error, ByteSchedulerError):
