@@ -5,7 +5,7 @@ the order is the plan's with any number of workers, and no other process needs t
 that a process has to know, so the processes, which start slowly, live from one pass to the next.
 
 Sending a tensor to another process costs a file, its mapping and a connection, several times the cost of reading a
-small batch. So a few rows of numbers go through the queue as an array, and become a tensor in the training process.
+small batch. So a few rows of numbers go through the queue as bytes, and become a tensor in the training process.
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ class SliceLoader:
                 self._asked.left -= 1
                 batch, report = read[0], ReadReport(*read[1])
                 if isinstance(batch, _Rows):
-                    batch = _tensor_of(batch.rows)
+                    batch = _tensor_of(np.frombuffer(batch.content, batch.dtype).reshape(batch.shape))
                 self._on_report(report, time.perf_counter() - started)
                 if batch is not None:
                     yield batch
@@ -435,9 +435,11 @@ class _Asked:
 
 
 class _Rows(NamedTuple):
-    """A batch that is sent as an array."""
+    """A batch of numbers, sent as bytes: a queue's thread pickles these without the interpreter."""
 
-    rows: np.ndarray[Any, Any]
+    content: bytes
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class _Batches(Dataset[Any]):
@@ -458,7 +460,7 @@ class _Batches(Dataset[Any]):
         if not len(samples):
             return None, report
         if self._sends_rows and _are_numbers(samples) and samples.nbytes <= _SMALL_BYTES:
-            return _Rows(samples), report
+            return _Rows(samples.tobytes(), samples.dtype.str, samples.shape), report
         # A user's function gets a list, as documented; the default one is faster with an array.
         return self._collate(samples if self._collate is collate_samples else list(samples)), report  # type: ignore[arg-type]
 
