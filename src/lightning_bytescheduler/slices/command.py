@@ -23,7 +23,6 @@ TOKEN_VARIABLE = "BYTESCHEDULER_SLICES_TOKEN"
 """Environment variable with the token of ``slices serve``; all users of the machine can see arguments."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-_BAD_SLICES = 1
 
 _bar = partial(tqdm, unit="B", unit_scale=True, disable=None)
 
@@ -91,7 +90,7 @@ def _verify(options: argparse.Namespace) -> int:
     for slice_, reason in bad:
         print(f"{slice_.key}: {reason}")
     print(f"{options.source}: {len(source.slices) - len(bad)} slices are right, {len(bad)} are not")
-    return _BAD_SLICES if bad else 0
+    return 1 if bad else 0
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -157,8 +157,7 @@ class SliceDataModule(pl.LightningDataModule):
         self._seed, self._shuffle = seed, shuffle
         self._reads = partial(BatchReader, transform=transform, seed=seed, skip=skips)
         self._loads = partial(SliceLoader, collate=collate or collate_samples, num_workers=processes)
-        every = [url for urls in self._urls.values() for url in urls]
-        known = require_storage_options(every, storage_options)
+        known = require_storage_options([url for urls in self._urls.values() for url in urls], storage_options)
         self._opens = partial(open_source, reader=reader, storage_options=known, timeout=timeout)
         self._sources: dict[str, SliceSource] = {}
         self._stores: dict[str, SliceStore] = {}
