@@ -25,7 +25,6 @@ AUTO = Overlap(steps="auto")
 class Kept:
     """A way to the others that keeps what it is given; a mean is there once the test has set it."""
 
-    keeps_residuals = False
     source = None
 
     def __init__(self) -> None:

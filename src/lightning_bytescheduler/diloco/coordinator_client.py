@@ -689,11 +689,6 @@ class CoordinatorTransport:
         self._coding: Future[Any] | None = None  # the last job that the codec was given
 
     @property
-    def keeps_residuals(self) -> bool:
-        """See ``Exchange``."""
-        return self.wire.keeps_residuals
-
-    @property
     def source(self) -> CoordinatorTransport:
         """See ``Exchange``."""
         return self
@@ -711,7 +706,7 @@ class CoordinatorTransport:
 
     def settle(self, upload: Upload, *, total: int) -> None:
         """See ``Exchange``. If the update counts, keep what was left out of it to send later."""
-        if total and not self.keeps_residuals:
+        if total and not self.wire.keeps_residuals:
             return
         receipt = upload.answer
         if receipt is None:

@@ -14,7 +14,6 @@ Each end has a connection of its own, as a wait blocks the connection.
 from __future__ import annotations
 
 import atexit
-import queue
 import threading
 import time
 import uuid
@@ -29,6 +28,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.diloco.messages import AnyMessage, coalesced, decoded, encode
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.failures.rendezvous import connect_to_store
+from lightning_bytescheduler.scheduler.threads import WorkThread
 
 _NO_LIMIT = timedelta(days=30)  # for the next letter: a closing letter ends the wait, and failures are found elsewhere
 _SHORTEST_S, _LONGEST_S = 0.0002, 0.05  # between two looks for an answer
@@ -168,18 +168,20 @@ class Postman:
         self._sender = sender
         self._to = to
         self._on_error = on_error
-        self._queue: queue.SimpleQueue[AnyMessage | Callable[[dist.Store], object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="bytescheduler-outer-post", daemon=True)
-        self._thread.start()
+        self._lock = threading.Lock()
+        self._outbox: list[AnyMessage] = []  # changes under the lock
+        self._thread = WorkThread("outer-post")
 
     def post(self, *messages: AnyMessage) -> None:
         """Queue messages to be posted; never blocks."""
-        for message in messages:
-            self._queue.put(message)
+        with self._lock:
+            self._outbox += messages
+        self.write(self._post_all)
 
     def write(self, work: Callable[[dist.Store], object]) -> None:
         """Queue a write to the store, after all messages posted before; never blocks."""
-        self._queue.put(work)
+        with self._lock:
+            self._thread.put(partial(work, self._store), self._on_error)
 
     def answer(self, key: str, make: Callable[[], bytes]) -> None:
         """Queue an answer to a call, to be made and posted; never blocks."""
@@ -187,25 +189,13 @@ class Postman:
 
     def stop(self, timeout: float) -> bool:
         """Post what is left and end; returns whether that took no more than ``timeout`` seconds."""
-        self._queue.put(None)
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        return self._thread.stop(timeout)
 
-    def _run(self) -> None:
-        try:
-            while True:
-                taken = [self._queue.get()]  # woken by stop(), which puts None
-                while not self._queue.empty():
-                    taken.append(self._queue.get())
-                for message in coalesced([one for one in taken if isinstance(one, AnyMessage)]):
-                    post(self._store, self._to, self._sender, encode(message))
-                for work in taken:
-                    if work is not None and not isinstance(work, AnyMessage):
-                        work(self._store)
-                if None in taken:
-                    return
-        except BaseException as error:
-            self._on_error(error)
+    def _post_all(self, store: dist.Store) -> None:
+        with self._lock:
+            taken, self._outbox = self._outbox, []
+        for message in coalesced(taken):
+            post(store, self._to, self._sender, encode(message))
 
 
 class Caller:

@@ -96,17 +96,9 @@ class PerformanceMonitor(pl.Callback):
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if self._log_metrics and not trainer.barebones and every and not trainer.global_step % every:
             shown = strategy.progress()
-            names: dict[bool, list[str]] = {True: [], False: []}
-            for name in shown:
-                names[name in _SHOWN].append(name)
-            for in_bar, which in names.items():
-                pl_module.log_dict(
-                    {f"diloco/{name}": shown[name] for name in which},
-                    on_step=True,
-                    on_epoch=False,
-                    prog_bar=in_bar,
-                    rank_zero_only=False,
-                )
+            for in_bar in (True, False):
+                logged = {f"diloco/{name}": shown[name] for name in shown if (name in _SHOWN) == in_bar}
+                pl_module.log_dict(logged, on_step=True, on_epoch=False, prog_bar=in_bar, rank_zero_only=False)
 
     def _loss(self, outputs: Any) -> float | None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs

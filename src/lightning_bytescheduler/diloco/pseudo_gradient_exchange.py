@@ -98,11 +98,6 @@ class PseudoGradientExchange:
         return self._core.abort_cause
 
     @property
-    def keeps_residuals(self) -> bool:
-        """See ``Exchange``; here only the workers themselves need to know."""
-        return False
-
-    @property
     def source(self) -> None:
         """See ``Exchange``."""
         return None

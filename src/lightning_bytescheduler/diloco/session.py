@@ -99,10 +99,6 @@ class Exchange(Protocol):
     """A worker's way to the others' pseudo-gradients. No call waits; results come as futures."""
 
     @property
-    def keeps_residuals(self) -> bool:
-        """Whether updates leave something out, which is sent later."""
-
-    @property
     def source(self) -> CoordinatorTransport | None:
         """The source of the global weights; ``None`` among ranks launched together, which all have them."""
 

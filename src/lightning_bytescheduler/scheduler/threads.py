@@ -61,13 +61,13 @@ class WorkThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._works: queue.SimpleQueue[tuple[Callable[[], None], Callable[[BaseException], None]] | None] = (
+        self._works: queue.SimpleQueue[tuple[Callable[[], object], Callable[[BaseException], object]] | None] = (
             queue.SimpleQueue()
         )
         self._dropping = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def put(self, work: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
+    def put(self, work: Callable[[], object], fail: Callable[[BaseException], object]) -> None:
         """Do ``work`` in its turn; call ``fail`` if it or earlier work raises. One thread at a time calls this."""
         if self._thread is None:
             self._thread = start_thread(self._name, self._run)
