@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -113,5 +114,5 @@ def test_a_dead_server_is_named_on_ranks_that_do_not_push_to_it_too(four_ranks: 
     run = Run(options={**SIZES, "servers": {"spare": 1, "group": "node"}}, network="plain")
     for one in four_ranks.run(train_with_servers, recipe=Recipe(model=Tower), run=run, servers=1, kill_at=5, nodes=2):
         assert one.outcome is None
-        assert "arameter server 0 (process" in one.error
-        assert "has ended" in one.error
+        assert re.search(r"arameter server \d+ \(process", one.error)
+        assert "shows no sign of life" in one.error
