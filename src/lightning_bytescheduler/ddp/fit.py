@@ -37,6 +37,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, cast
@@ -150,6 +151,7 @@ class BucketFutures:
         return future
 
 
+@dataclass(slots=True)
 class Progress:
     """How far the training thread has come; other threads read it.
 
@@ -164,24 +166,14 @@ class Progress:
         first_forward: The forward pass whose gradients the first hook got; ``None`` before it.
     """
 
-    __slots__ = (
-        "backward_start",
-        "first_forward",
-        "handed_over",
-        "in_backward",
-        "last_index",
-        "offered",
-        "phase",
-        "waiting",
-    )
-
-    def __init__(self) -> None:
-        self.phase = "before the first step"
-        self.offered = self.handed_over = self.in_backward = 0
-        self.waiting = False
-        self.backward_start = 0.0
-        self.last_index = sys.maxsize
-        self.first_forward: ForwardPass | None = None
+    phase: str = "before the first step"
+    offered: int = 0
+    handed_over: int = 0
+    waiting: bool = False
+    in_backward: int = 0
+    backward_start: float = 0.0
+    last_index: int = sys.maxsize
+    first_forward: ForwardPass | None = None
 
 
 class Fit:
