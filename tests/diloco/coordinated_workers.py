@@ -30,7 +30,7 @@ def until(ready: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
 class _NoBoard:
     fault: BaseException | None = None
 
-    def watch(self, watched: object) -> None:
+    def watch(self, *watched: object) -> None:
         pass
 
     def unwatch(self, watched: object) -> None:

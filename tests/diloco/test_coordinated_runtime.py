@@ -28,7 +28,7 @@ from tests.support.rank_pool import free_port
 @contextmanager
 def beginning(url: str) -> Iterator[CoordinatedRuntime]:
     """A rank that has said nothing yet."""
-    board: Any = SimpleNamespace(watch=lambda _: None, unwatch=lambda _: None)
+    board: Any = SimpleNamespace(watch=lambda *_: None, unwatch=lambda _: None)
     runtime = CoordinatedRuntime(
         CoordinatorAddress(url=url, worker="anna"),
         nn.Linear(2, 1),
