@@ -11,9 +11,8 @@ from lightning_bytescheduler.exceptions import RankFailedError, SchedulerClosedE
 
 def test_a_rank_keeps_an_error_of_its_own_when_another_has_failed() -> None:
     cause = RankFailedError(1, "ValueError: boom")
-    wire: Any = SimpleNamespace(
-        core=SimpleNamespace(abort_cause=cause), servers=None, _explained_by_board=lambda error: error
-    )
+    board = SimpleNamespace(explain=lambda error: error)
+    wire: Any = SimpleNamespace(core=SimpleNamespace(abort_cause=cause), servers=None, board=board)
     own = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
     assert Wire.explain(wire, own) is own
     for consequence in (
@@ -26,6 +25,7 @@ def test_a_rank_keeps_an_error_of_its_own_when_another_has_failed() -> None:
 
 def test_a_rank_that_may_have_ended_without_an_error_is_thought_of() -> None:
     core = SimpleNamespace(abort_cause=None, abort=lambda cause: None)
-    wire: Any = SimpleNamespace(core=core, servers=None, _explained_by_board=lambda error: error)
+    board = SimpleNamespace(explain=lambda error: error)
+    wire: Any = SimpleNamespace(core=core, servers=None, board=board)
     found = Wire.on_error(wire, RuntimeError("gloo: Connection closed by peer"))
     assert "has ended earlier without an error, as with fewer batches; this broke here: gloo" in str(found)

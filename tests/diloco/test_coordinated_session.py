@@ -707,7 +707,7 @@ def test_a_worker_that_comes_back_after_the_last_round_hears_that_training_is_ov
 def test_what_a_round_ended_without_is_said_with_its_samples(
     serve: Any, stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = serve(inner_steps=5, outer_steps=1, rounds={"start_workers": 2, "silent_after": 0.1, "grace": 0.0})
+    server = serve(inner_steps=5, outer_steps=1, rounds={"start_workers": 2, "silent_after": 1.0, "grace": 1.0})
     late, stays = Stops(server.url, "late", stops_at=3), TrainsOnly(server.url, "stays")
     stays.checked()
     late.may_go_on.set()

@@ -169,3 +169,43 @@ def test_an_unused_layer_that_was_not_announced_is_ddps_error(two_ranks: RankPoo
         assert outcome.error is not None
         # Lightning's wording of DDP's "Expected to have finished reduction in the prior iteration".
         assert "has parameters that were not used in producing the loss" in outcome.error
+
+
+class ByLossBackward(Tower):
+    """Manual optimization whose gradients travel to no other rank: DDP learns of ``manual_backward`` only."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = torch.nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class GrowsInItsFirstStep(Tower):
+    """Makes its last layer when it sees the first batch, as lazy layers written by hand do."""
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        if not hasattr(self, "late"):
+            self.late = torch.nn.Linear(3, 3)
+            self.trainer.optimizers[0].add_param_group({"params": list(self.late.parameters())})
+        return self.late(super().predict(inputs))
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (ByLossBackward, "call self.manual_backward(loss) in place of loss.backward()"),
+        (GrowsInItsFirstStep, "'late.weight', 'late.bias' are not averaged over ranks"),
+    ],
+)
+def test_gradients_that_no_rank_averages_are_said_in_the_first_step(
+    model: type[Tower], said: str, two_ranks: RankPool
+) -> None:
+    (ours,) = train_on(two_ranks, Recipe(model=partial(model, optimizer=adamw), steps=3), Run())
+    assert [said in warning for warning in ours[0].warnings].count(True) == 1, ours[0].warnings

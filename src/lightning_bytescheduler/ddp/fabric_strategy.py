@@ -41,6 +41,7 @@ from lightning_bytescheduler.lightning_api import (
     FabricDDPStrategy,
     _FabricLauncher,
     rank_zero_info,
+    rank_zero_warn,
 )
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
@@ -264,6 +265,11 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         if not self._trains:  # meet first: another rank may load a checkpoint that this one does not
             self._trains = True
             self._meet("the first backward pass", {})
+            if self.fit is None:
+                rank_zero_warn(
+                    "bytescheduler: no module is set up, so gradients are not averaged over ranks, which drift apart: "
+                    "train the module that fabric.setup(model, optimizer) returns."
+                )
         with self._explained(), nullcontext() if self.fit is None else self.fit.backward():
             super().backward(tensor, module, *args, **kwargs)
 

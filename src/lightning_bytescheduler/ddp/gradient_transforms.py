@@ -199,10 +199,11 @@ class StepTransforms(Transforms):
                     if gradient is None:
                         continue
                     bucket = bucket_of.pop(id(parameter), None)
+                    if not gradient.numel():
+                        continue  # it has no memory, and no part in a norm
                     if bucket is None or not bucket.holds(gradient):
                         return None
-                    if gradient.numel():
-                        gradients.setdefault(bucket.index, []).append(gradient)
+                    gradients.setdefault(bucket.index, []).append(gradient)
         if not gradients:
             return None
         if needs_norm and bucket_of:

@@ -5,7 +5,7 @@ The strategy calls the fit at each point of a step, and whenever weights have to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -177,12 +177,19 @@ class TrainerFit(DecidedFit):
         with self.backward(), self.weights.backward(loss):
             yield
 
-    def step_with(self, *args: Any, **kwargs: Any) -> Any:
-        """See :class:`DecidedFit`; also warns of parameters that callbacks have unfrozen."""
-        if self._epoch_begins:
+    def step_with(self, take: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """See :class:`DecidedFit`; also warns of gradients that are not averaged."""
+        manual = not self._strategy.lightning_module.automatic_optimization
+        if manual and self._epoch_begins and not self.step.number and _has_gradient(optimizer):
+            rank_zero_warn(
+                "bytescheduler: an optimizer steps by gradients that are not averaged, so ranks drift apart, as with "
+                "strategy='ddp': call self.manual_backward(loss) in place of loss.backward()."
+            )
+        output = super().step_with(take, optimizer, *args, **kwargs)
+        if self._epoch_begins:  # a callback or the first training_step may have added layers, or unfrozen some
             self._epoch_begins = False
             self._find_unaveraged()
-        return super().step_with(*args, **kwargs)
+        return output
 
     def deferring(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """See :class:`DecidedFit`; also hands over clipping."""
@@ -208,11 +215,15 @@ def _codec(
     return codec
 
 
+def _has_gradient(optimizer: Optimizer) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
 def _warn_unaveraged(names: Sequence[str]) -> None:
-    """Warn that DDP does not average some parameters, as they did not require gradients when it wrapped the model."""
+    """Warn that DDP does not average some parameters: they required no gradients when it wrapped the model."""
     rank_zero_warn(
         f"bytescheduler: the gradients of {some_of(names, 2)} are not averaged over ranks: they require gradients now, "
-        "and did not when DDP wrapped the model. As with strategy='ddp', each rank trains them on its own batches, and "
-        "the ranks' weights differ. To have them averaged, freeze them in on_fit_start, not before, and use "
-        "find_unused_parameters=True."
+        "and did not, or did not exist, when DDP wrapped the model. As with strategy='ddp', each rank trains them on "
+        "its own batches, and the ranks' weights differ. To have them averaged, freeze them in on_fit_start, not "
+        "before, and use find_unused_parameters=True."
     )
