@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_bytescheduler import ByteSchedulerStrategy, UnsupportedError
-from lightning_bytescheduler.checking.recorder import digest, strategy_for
+from lightning_bytescheduler.checking.recorder import Recorder, digest, strategy_for
 from lightning_bytescheduler.checking.report import RunSpec
 
 
@@ -50,6 +53,13 @@ def test_a_run_is_scheduled_as_the_script_says(options: dict[str, Any]) -> None:
 def test_what_ddp_does_not_do_is_refused(options: dict[str, Any], names: str) -> None:
     with pytest.raises(UnsupportedError, match=f"has {names}, which ddp has not.*Leave that out for the check"):
         strategy_for(RunSpec(strategy="ddp", steps=3), ByteSchedulerStrategy(**options))
+
+
+def test_files_that_belong_to_a_logger_go_to_the_folder_of_the_run(tmp_path: Path) -> None:
+    """LightningCLI saves its configuration there, and ends with an error where there is no such folder."""
+    trainer = Trainer(accelerator="cpu", devices=1, logger=CSVLogger(tmp_path / "own"), enable_checkpointing=False)
+    Recorder(RunSpec(strategy="ddp", steps=3), tmp_path / "run").attach(trainer)
+    assert trainer.log_dir == str(tmp_path / "run")
 
 
 @pytest.mark.parametrize("given", ["diloco", "fsdp"])

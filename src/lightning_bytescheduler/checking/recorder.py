@@ -52,9 +52,15 @@ def _digests(module: nn.Module) -> dict[str, str]:
 class _Loggers(DummyLogger):
     """Replaces the user's loggers: publishes nothing, and records what is logged."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
         self.logged: dict[str, str] = {}
+        self._folder = folder
+
+    @property
+    def save_dir(self) -> str:
+        """The run's folder, where files go that belong to a logger, such as LightningCLI's configuration."""
+        return str(self._folder)
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Record ``metrics``, unless all are the epoch or this package's own: ``ddp`` would log nothing then."""
@@ -111,7 +117,7 @@ class Recorder(pl.Callback):
         self._folder = folder
         self._record = RankRecord()
         self._losses: list[torch.Tensor] = []
-        self._loggers = _Loggers()
+        self._loggers = _Loggers(folder)
         self._start = 0  # steps that a loaded checkpoint had taken
         self._batches = 0
 
