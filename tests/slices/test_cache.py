@@ -177,6 +177,30 @@ def test_what_others_write_counts_on_a_disk_that_is_nearly_full(tmp_path, monkey
     writer.abandon()
 
 
+def test_a_quota_that_is_used_up_makes_room_and_then_gives_up(tmp_path, monkeypatch):
+    """The disk has room, of which this user gets no more."""
+    pwrite = os.pwrite
+
+    def limited(descriptor, content, at):
+        if len(names(cache)) > 1:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        return pwrite(descriptor, content, at)
+
+    cache = SliceCache(tmp_path, 10 * SIZE)
+    put(cache, "a").close()
+    used = put(cache, "b")
+    monkeypatch.setattr(cache_module.os, "pwrite", limited)
+    put(cache, "c").close()
+    assert names(cache) == {"b", "c"}
+    writer, used_too = cache.begin(plan("d")), cache.find(plan("c"))
+    with pytest.raises(DiskFailed, match="quota exceeded"):
+        writer.write(chunks("d")[0])
+    writer.abandon()
+    used.close()
+    used_too.close()
+    assert not list(tmp_path.glob("*.partial"))
+
+
 def test_a_disk_that_fails_in_mid_write_is_told(tmp_path, monkeypatch):
     def full(descriptor, content, at):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -123,6 +123,21 @@ def test_one_that_stays_away_is_an_error_with_url_and_time(source, time):
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+@pytest.mark.parametrize("seconds", [0.0, 20.0])
+def test_a_source_that_does_not_answer_is_told_once_and_early(source, time, caplog, seconds):
+    """Also if each request takes long to fail, so that there are few."""
+
+    def away(*_):
+        time.now += seconds
+        raise ConnectionError("gone")
+
+    source.fault = away
+    with pytest.raises(SourceUnavailableError):
+        fetch(source, time)
+    (message,) = caplog.messages
+    assert message == "test://s0.txt does not answer: ConnectionError: gone. It is asked again, for 60 s in all."
+
+
 def test_a_file_that_stays_missing_is_waited_for(source, time):
     def missing(*_):
         raise FileNotFoundError("s0.txt")

@@ -26,8 +26,8 @@ from lightning_bytescheduler import (
     UnsupportedError,
 )
 from lightning_bytescheduler.__main__ import main
+from lightning_bytescheduler.slices import data_module, urls
 from lightning_bytescheduler.slices import slice as slice_module
-from lightning_bytescheduler.slices import urls
 from lightning_bytescheduler.slices.fetch import Waiting, ask, refusal_of
 from lightning_bytescheduler.slices.make import make_slices
 from lightning_bytescheduler.slices.serve import SliceServer
@@ -203,6 +203,13 @@ def test_binding_comes_before_setup(text: str) -> None:
         data.bind_tracker(None)
     data.teardown("fit")
     data.bind_tracker(None)
+
+
+def test_a_slice_that_is_too_large_to_be_shuffled_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_module, "_MOST_HELD", 4)
+    with pytest.raises(OptionError, match=r"shuffle='samples' is not allowed.*at most 0 GiB.*a\.txt' is larger"):
+        SliceDataModule(text, shuffle="samples").setup("fit")
+    SliceDataModule(text).setup("fit")
 
 
 @pytest.mark.parametrize("stage", [None, "train"])

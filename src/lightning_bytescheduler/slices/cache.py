@@ -10,6 +10,7 @@ leftover. Lock order: the folder's, then a file's; a file's lock is never waited
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -131,6 +132,11 @@ class SliceCache:
         with self.locked():
             self.path_of(slice_).unlink(missing_ok=True)
 
+    def make_room(self, size: int) -> bool:
+        """Delete slices that are not in use, of ``size`` bytes in all; returns whether there were such."""
+        with self.locked():
+            return self._evict(size) >= size
+
     def _evict(self, excess: int) -> int:
         """Delete slices of ``excess`` bytes in all, longest unused first; none if slices in use prevent that."""
         unused, freed = [], 0
@@ -225,17 +231,22 @@ class SliceWriter:
         self._is_done = False
 
     def write(self, chunk: Bytes) -> None:
-        """Write the next chunk.
+        """Write the next chunk, in place of slices that are not in use where the disk, or a user's quota, is full.
 
         Raises:
-            DiskFailed: If the disk is full or broken.
+            DiskFailed: If the disk is full of what is in use, or broken.
         """
         view = memoryview(chunk)
         with _on_disk():
             while view:
-                length = os.pwrite(self._file.fileno(), view, self._written)
-                self._written += length
-                view = view[length:]
+                try:
+                    length = os.pwrite(self._file.fileno(), view, self._written)
+                except OSError as error:
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._cache.make_room(len(view)):
+                        raise
+                else:
+                    self._written += length
+                    view = view[length:]
 
     def commit(self) -> SliceFile:
         """Make the slice durable and visible. It stays open, and so stays in the cache.

@@ -262,10 +262,8 @@ class SliceDataModule(pl.LightningDataModule):
         training = self._together() if self._host is None else self._tracked(self._host)
         largest = max(self._sources["train"].slices, key=lambda slice_: slice_.size)
         if self._shuffle == "samples" and largest.size > _MOST_HELD:
-            allowed = (
-                f"used with slices of at most {_MOST_HELD >> 30} GiB, each of which a process holds in memory, and "
-            )
-            raise OptionError("shuffle", "samples", f"{allowed}{largest.key!r} is larger. 'slices make' cuts files")
+            most = f"used with slices of at most {_MOST_HELD >> 30} GiB, each of which a process holds in memory"
+            raise OptionError("shuffle", "samples", f"{most}, and {largest.key!r} is larger. 'slices make' cuts files")
         if self.trainer is not None:
             shares = "" if training.mixture is None else f" in shares of {training.mixture.shares}"
             require_same(self.trainer, "train", f"{self._sources['train'].catalogue!r}{shares}")
@@ -332,9 +330,8 @@ class SliceDataModule(pl.LightningDataModule):
             )
         if ranks > 1 and self.trainer is not None:
             batch_sizes = batch_sizes_of("batch_size", self.batch_size, ranks)
-            require_same(
-                self.trainer, "num_workers", str(self._loads.keywords["num_workers"])
-            )  # as ranks of a worker get parts of one batch
+            workers = str(self._loads.keywords["num_workers"])
+            require_same(self.trainer, "num_workers", workers)  # as ranks of a worker get parts of one batch
         else:
             batch_sizes = (batch_sizes_of("batch_size", self.batch_size, host.workers)[host.worker],)
             rank = 0  # of its own world, whatever its number among all workers

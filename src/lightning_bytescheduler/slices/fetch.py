@@ -81,7 +81,7 @@ _PIECE_BYTES = 4 * 1024 * 1024  # of a file that is read as a whole
 _ATTEMPTS = 3  # to fetch a chunk that is short or wrong
 _FIRST_DELAY = 0.1
 _LONGEST_DELAY = 5.0
-_SAID_AT = 6  # attempts, after some seconds, before a warning
+_SAID_SECONDS = 2.0  # without an answer, before a warning
 
 LASTING: tuple[type[Exception], ...] = (ImportError, NotImplementedError, OptionError, TypeError)
 """Errors of a source that retries do not help."""
@@ -127,7 +127,7 @@ def ask(
     with importing("Reading slices", extra="data"):
         from tenacity import RetryCallState, RetryError, Retrying, retry_if_exception
 
-    began = waiting.clock()
+    began, is_said = waiting.clock(), False
 
     def may_pass(error: BaseException) -> bool:
         refused = refusal_of(error, url)  # asked first, as an untrusted certificate is a ValueError too
@@ -140,7 +140,9 @@ def ask(
         return max(min(_delay(state.attempt_number), began + timeout - waiting.clock()), 0.0)
 
     def before_pause(state: RetryCallState) -> None:
-        if state.attempt_number == _SAID_AT and state.outcome is not None:
+        nonlocal is_said
+        if not is_said and waiting.clock() - began >= _SAID_SECONDS and state.outcome is not None:
+            is_said = True
             words = _words(state.outcome.exception())
             log.warning("%s does not answer: %s. It is asked again, for %.0f s in all.", url, words, timeout)
 
