@@ -460,3 +460,16 @@ def test_batches_begin_again() -> None:
 @pytest.mark.parametrize(("batches", "expected"), [({}.keys(), []), (iter([1, 2]), [1, 2])])
 def test_batches_end_where_nothing_comes(batches: Any, expected: list[int]) -> None:
     assert list(repeated(batches)) == expected
+
+
+def test_a_loader_without_a_batch_is_asked_once() -> None:
+    """Each time it may start processes."""
+    passes: list[int] = []
+
+    class Empty:
+        def __iter__(self) -> Iterator[Any]:
+            passes.append(len(passes))
+            return iter(())
+
+    assert not list(repeated(Empty()))
+    assert passes == [0]

@@ -63,7 +63,6 @@ _WARM_UP_STEPS = 3
 _MOMENTS = 4  # of a step
 _COMPRESSED_WIDTH = 2  # bytes of a bf16 value
 _MOST_STEPS_FOR_EACH = 10
-_MOST_PASSES = 10_000  # over the data; of an empty one, too
 _ACCELERATORS = {"cpu": "cpu", "cuda": "gpu"}
 
 
@@ -227,7 +226,7 @@ def _repeat_loader_of(owner: pl.LightningModule | pl.LightningDataModule) -> Non
 
 
 def repeated(loader: Any) -> Iterator[Any]:
-    """Batches that begin again when they end, so that no epoch ends as long as there are some.
+    """Batches that begin again when they end, so that no epoch ends. Ends only where there is no batch at all.
 
     Raises:
         OptionError: If these are no batches of one loader.
@@ -235,7 +234,16 @@ def repeated(loader: Any) -> Iterator[Any]:
     if isinstance(loader, (Mapping, Sequence, CombinedLoader)) or not hasattr(loader, "__iter__"):
         allowed = "one DataLoader, a LightningDataModule of one, or other batches to iterate over; of several, give one"
         raise OptionError("data", loader, allowed)
-    return itertools.chain.from_iterable(itertools.repeat(loader, _MOST_PASSES))
+
+    def batches() -> Iterator[Any]:
+        found = True
+        while found:
+            found = False
+            for batch in loader:
+                found = True
+                yield batch
+
+    return batches()
 
 
 def _restore_random_state(restoring: contextlib.ExitStack) -> None:
