@@ -15,6 +15,7 @@ from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.ddp.steps import MergedStep, merged_bytes
 from lightning_bytescheduler.exceptions import RankFailedError
+from lightning_bytescheduler.failures.standstill import wait_of
 from lightning_bytescheduler.tuning.sizes import LinkEstimate
 from tests.support.waiting import WAIT, until
 
@@ -72,9 +73,10 @@ def merged_on(group: Any, device: torch.device, *, limit: int, **more: Any) -> M
     fit: Any = SimpleNamespace(
         device=device,
         own_failure=more.get("failure", lambda: None),
-        record=Record(),
+        record=more.get("record", Record()),
         reduction=lambda number, overlaps: None,
         weight=more.get("weight", StepWeight(2)),
+        weights=SimpleNamespace(by_samples="weight" in more),
         wire=SimpleNamespace(route=SimpleNamespace(group=group, streams=None, wire_share=1.0)),
     )
     return MergedStep(fit, 2, limit=limit)
@@ -117,6 +119,26 @@ def test_numbers_that_never_come_are_not_waited_for() -> None:
     with pytest.raises(RankFailedError):
         send(merged, torch.ones(4))
     assert not group.sent
+
+
+@pytest.mark.parametrize(("at_the_end", "exposed"), [(False, 3.0), (True, 0.0)])
+def test_a_wait_for_other_ranks_samples_is_no_computing(at_the_end: bool, exposed: float) -> None:
+    """Batches are shared out by what each rank computes. The wait at the end of a pass is counted as a whole."""
+    now, said = [1.0], []
+
+    def wait(failure: Any) -> None:
+        now.append(now[-1] + 3.0)
+        said.append(wait_of(threading.get_ident()))
+
+    weight: Any = SimpleNamespace(factor=0.5, wait=wait)
+    record, group = Record(clock=lambda: now[-1]), cast(Any, Group(at_once=True))
+    merged = merged_on(group, CPU, limit=0, weight=weight, record=record)
+    merged.waits_from = now[-1] if at_the_end else 0.0
+    send(merged, torch.ones(4), torch.ones(4))
+    assert len(said) == 1, "it is known for all messages of the step"
+    assert said[0] is not None
+    assert said[0].begins_batch, "a rank that waits for one with fewer batches is found out by that"
+    assert record.statistics.exposed_s == exposed
 
 
 def test_on_a_gpu_the_stream_waits() -> None:

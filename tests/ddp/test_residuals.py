@@ -56,6 +56,19 @@ def test_nothing_is_left_of_a_gradient_that_was_set_to_zero() -> None:
     assert residuals.of("one", 2).tolist() == [0.0, 0.0]
 
 
+def test_a_step_past_the_strategy_is_a_step() -> None:
+    """Such as that of an optimizer which Lightning has not wrapped: it writes the parameter."""
+    residuals = kept()
+    with torch.no_grad():
+        residuals._may_be_dropped["one"].add_(1.0)
+    for parameter in residuals._may_be_dropped.values():
+        parameter.grad = None
+    residuals.before_backward()
+    residuals.begin_step(None)
+    assert residuals.of("one", 2).tolist() == [5.0, 5.0]
+    assert residuals.of("other", 2).tolist() == [0.0, 0.0]
+
+
 def test_what_waits_for_a_step_is_not_dropped() -> None:
     residuals = kept()
     begin_step(residuals, pending=["one"])

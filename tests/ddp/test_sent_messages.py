@@ -62,6 +62,7 @@ class Steps:
             record=Record(self.timeline, clock=lambda: self.now),
             reduction=lambda number, overlaps: None,
             weight=StepWeight(4),
+            weights=SimpleNamespace(by_samples=False),
             wire=SimpleNamespace(route=route),
         )
         self._merged = MergedStep(fit, 7)

@@ -398,10 +398,17 @@ def what_is_left(trainer: Trainer, model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [TwoLosses, Toggles, StepsByItself, pytest.param(Zeroes, marks=pytest.mark.slow), Accumulates]
+    ("model", "within"),
+    [
+        (TwoLosses, 2.5),
+        (Toggles, 2.5),
+        (StepsByItself, 1e-4),
+        pytest.param(Zeroes, 2.5, marks=pytest.mark.slow),
+        (Accumulates, 2.5),
+    ],
 )
-def test_gradients_that_are_dropped_leave_nothing_to_be_sent(two_ranks: RankPool, model: Any) -> None:
-    """What was left before is dropped with them, so that the sum is not exact."""
+def test_gradients_that_are_dropped_leave_nothing_to_be_sent(two_ranks: RankPool, model: Any, within: float) -> None:
+    """What was left before is dropped with them, so that the sum is exact only where none is dropped."""
     eight = {"max_epochs": 1, "limit_train_batches": 8}
     recipe = Recipe(
         model=model,
@@ -416,7 +423,7 @@ def test_gradients_that_are_dropped_leave_nothing_to_be_sent(two_ranks: RankPool
     gradients = sum(slope_of(step, rank) / 2 for step in range(8) for rank in range(2))
     left = ours[0].notes[-1] + ours[1].notes[-1]
     assert float(left.abs().max()) > 0
-    torch.testing.assert_close(-ours[0].weights["always"] / 0.5 + left, gradients, rtol=0.0, atol=2.5)
+    torch.testing.assert_close(-ours[0].weights["always"] / 0.5 + left, gradients, rtol=0.0, atol=within)
 
 
 class SweepsAndGoesBack(Callback):

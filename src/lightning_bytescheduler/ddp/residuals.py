@@ -42,6 +42,7 @@ class Residuals:
         self._may_be_dropped = {} if parameters is None else parameters
         self._changed: set[str] = set()  # in the last step
         self._stepped: set[int] = set()  # ids of parameters stepped since the last reduced backward pass
+        self._versions: dict[str, int] = {}  # of parameters, when that pass began
         self._dropped: set[str] = set()  # gradients dropped since then
         self._device = torch.device("cpu")
 
@@ -69,10 +70,14 @@ class Residuals:
                 self._stepped.update(id(parameter) for parameter in parameters if parameter.grad is not None)
 
     def before_backward(self) -> None:
-        """Record which mean gradients were dropped without a step."""
+        """Record which mean gradients were dropped without a step.
+
+        A step that bypasses the strategy, such as that of a separate optimizer, shows as a write to the parameter.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             sent = ((name, self._may_be_dropped[name]) for name in self._changed & self._may_be_dropped.keys())
-            self._dropped.update(name for name, p in sent if id(p) not in self._stepped and _is_dropped(p.grad))
+            as_sent = ((n, p) for n, p in sent if id(p) not in self._stepped and p._version == self._versions.get(n))
+            self._dropped.update(name for name, parameter in as_sent if _is_dropped(parameter.grad))
 
     def begin_step(self, loss_scale: float | None) -> None:
         """Begin a step with ``loss_scale``; ``None`` without one. Nothing may be in flight."""
@@ -81,6 +86,8 @@ class Residuals:
         for noted in (self._changed, self._stepped, self._dropped):
             noted.clear()
         self.scale_to(1.0 if loss_scale is None else loss_scale)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = {name: parameter._version for name, parameter in self._may_be_dropped.items()}
 
     def clear(self) -> None:
         """Begin anew, as other weights were loaded; nothing may be in flight."""

@@ -95,9 +95,6 @@ class DeviceTime:
         return event
 
 
-NUMBERS = 3
-"""How many numbers a rank posts with a batch: its samples, then samples and nanoseconds of an earlier batch."""
-
 _WEIGHTINGS = ("ranks", "samples")
 _LENGTHS_SHOWN = 4
 _MOST = 1 << 40  # samples of a batch, so that sums fit in 64 bits

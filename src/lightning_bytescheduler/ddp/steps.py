@@ -75,8 +75,9 @@ from lightning_bytescheduler.ddp.fit import Fit, TrainingStep
 from lightning_bytescheduler.ddp.gates import arm, can_be_gated, disarm, gate_of
 from lightning_bytescheduler.ddp.gradient_transforms import StepTransforms
 from lightning_bytescheduler.ddp.reduction import GradientBucket
+from lightning_bytescheduler.failures.standstill import waiting
 from lightning_bytescheduler.scheduler.task import CommTask
-from lightning_bytescheduler.timeline.timeline import COMMUNICATION, STEP
+from lightning_bytescheduler.timeline.timeline import COMMUNICATION, STEP, WAIT
 from lightning_bytescheduler.tuning.sizes import LinkEstimate
 
 __all__ = [
@@ -618,20 +619,30 @@ class MergedStep(PlainStep):
         self._error = error
 
     def _send_waiting(self) -> None:
-        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        weight = self.fit.weight
-        weight.wait(self._cause)
-        if weight.factor:
-            torch._foreach_mul_(waiting, weight.factor)
+        together, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        factor = self._await_weight()
+        if factor:
+            torch._foreach_mul_(together, factor)
         else:  # the weight is zero also for non-finite gradients
-            torch._foreach_zero_(waiting)
-        for buffers in [waiting] if self._merges else [[each] for each in waiting]:
+            torch._foreach_zero_(together)
+        for buffers in [together] if self._merges else [[each] for each in together]:
             arrived = self._record(buffers)
             work = self._group.allreduce(buffers) if len(buffers) == 1 else self._group.allreduce_coalesced(buffers)
             self._works.append(work)
             if arrived is not None:
                 with suppress(RuntimeError):  # a backend without futures still works
                     work.get_future().add_done_callback(arrived)
+
+    def _await_weight(self) -> float:
+        """Return this rank's weight; the first message waits until all ranks have begun the batch."""
+        fit = self.fit
+        if fit.weights.by_samples and not self._works:
+            start = fit.record.clock()
+            with waiting("all_gather", begins_batch=True):
+                fit.weight.wait(self._cause)
+            if not self.waits_from:  # the wait at the end is counted as a whole
+                fit.record.waited("samples of all ranks", WAIT, start, step=self.number)
+        return fit.weight.factor
 
     def _record(self, buffers: Sequence[torch.Tensor]) -> Callable[[torch.futures.Future[object]], None] | None:
         """Count a message that begins, as the core does not see it.

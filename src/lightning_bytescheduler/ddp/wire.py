@@ -363,10 +363,6 @@ class Wire:
 
     # ------------------------------------------------------------------ failures
 
-    def failure(self) -> BaseException | None:
-        """Return why waiting is in vain, if so."""
-        return self.core.abort_cause or self.board.fault
-
     def explain(self, error: BaseException) -> BaseException:
         """Return the failure of another rank that has caused ``error``, or ``error`` itself."""
         cause = self.core.abort_cause
