@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import threading
+from functools import partial
 
 import pytest
+import torch.distributed as dist
 
 from lightning_bytescheduler.collectives import server_meeting
 from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError
 from lightning_bytescheduler.failures import rendezvous
+from lightning_bytescheduler.failures.standstill import Sign
+from tests.support.waiting import WAIT, until
 
 
 class Left(BaseException):
@@ -24,6 +29,29 @@ def test_what_a_server_waits_for_is_said_at_once(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(SchedulerTimeoutError, match=r"this parameter server has been waiting .* to open node-zero:1"):
         server_meeting.serve("node-zero", 1, timeout=0.1, say=said.append)
     assert said == ["Looking for the training at node-zero:1."]
+
+
+def test_a_server_shows_that_it_lives_while_it_waits_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while it connects to a worker that has just died."""
+    job = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = server_meeting.meeting_store(job)
+
+    def next_fit(own: dist.Store, *_: object) -> None:
+        own.get("over")
+
+    def beats() -> int:
+        return Sign.decode(store.get("signs/0")).beat if store.check(["signs/0"]) else 0
+
+    monkeypatch.setattr(server_meeting, "_next_fit", next_fit)
+    monkeypatch.setattr(server_meeting, "choose_interface", lambda _: None)
+    said: list[str] = []
+    serving = threading.Thread(target=partial(server_meeting.serve, "127.0.0.1", job.port, say=said.append))
+    serving.start()
+    until(lambda: beats() > 4)
+    assert serving.is_alive()
+    store.set("over", "")
+    serving.join(WAIT)
+    assert said[-1] == "The training is over."
 
 
 @pytest.mark.parametrize(

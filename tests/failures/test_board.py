@@ -221,6 +221,12 @@ def test_a_rank_without_a_sign_of_life_is_named_to_all(board: MakeBoard) -> None
     assert str(second.diagnose(BROKEN)) == str(found)
 
 
+def test_an_error_without_words_is_named_by_its_class(board: MakeBoard) -> None:
+    """As Lightning's for a SIGTERM."""
+    found = board(0).diagnose(SystemExit())
+    assert str(found) == "Rank 1 failed: it shows no sign of life; this broke here: SystemExit"
+
+
 def test_several_ranks_without_a_sign_of_life_are_named(board: MakeBoard) -> None:
     found = board(0, world_size=3).diagnose(BROKEN)
     assert str(found).startswith("Rank 1 failed: it shows no sign of life (nor do ranks 2)")
@@ -316,6 +322,26 @@ def test_the_host_of_the_store_does_not_wait_for_the_dead(board: MakeBoard) -> N
     start = time.monotonic()
     assert host.close(2 * PATIENCE_S)
     assert time.monotonic() - start < PATIENCE_S
+
+
+def test_the_host_of_the_store_waits_for_one_that_was_silent_once(board: MakeBoard, store: dist.TCPStore) -> None:
+    host = board(0)
+    store.set("signs/1", standstill.Sign(beat=999).encode())
+    host.look_after_others(1e6, seconds=1e6)
+    until(lambda: host._signs.silent() == [1])
+    host.look_after_others(1e6, seconds=0.0)
+    beat = host._signs._told.sign.beat
+    until(lambda: host._signs._told.sign.beat > beat + 1)  # it looks no more
+    other = board(1)
+    until(lambda: standstill.Sign.decode(store.get("signs/1")).beat < 999)
+    assert host._signs.silent() == [1]
+    leaving = threading.Thread(target=host.close, args=(2 * PATIENCE_S,))
+    leaving.start()
+    leaving.join(0.5)
+    assert leaving.is_alive()
+    other.close()
+    leaving.join(PATIENCE_S)
+    assert not leaving.is_alive()
 
 
 @pytest.mark.usefixtures("nobody_is_silent")

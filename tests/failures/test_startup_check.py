@@ -246,6 +246,19 @@ def test_ranks_that_run_other_strategies_do_not_wait_for_each_other() -> None:
                 one.result()
 
 
+def test_a_difference_is_named_where_the_store_has_ended_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter([[introduction(0, strategy="diloco"), introduction(1, strategy="bytescheduler")]])
+
+    def roll_call(*_: object, **__: object) -> list[Introduction]:
+        for ranks in calls:
+            return ranks
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    monkeypatch.setattr(rendezvous, "hold_roll_call", roll_call)
+    with pytest.raises(RanksDifferError, match="strategy is diloco on rank 0"):
+        Meeting(rank=0, world_size=2, strategy="diloco", timeout=1.0).on(dist.HashStore())
+
+
 def test_a_first_rank_that_does_not_come_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

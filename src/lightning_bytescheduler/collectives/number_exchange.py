@@ -215,6 +215,6 @@ class AgreedValues:
         return agreed
 
     def close(self) -> None:
-        """Leave the group, within a second; idempotent. After a failure the last message may never come."""
+        """Leave the group, within two seconds; idempotent. After a failure the last message may never come."""
         self._closed = True
         self._exchange.close(_ARRIVAL_S)

@@ -256,7 +256,7 @@ class RoutingGroup(dist.ProcessGroup):
         with self._lock:
             while works and works[0].is_completed():
                 works.popleft()
-            if work is not None:  # nothing was coalesced
+            if work is not None:  # nothing was started
                 works.append(work)
         return work
 

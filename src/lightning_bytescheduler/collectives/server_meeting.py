@@ -172,7 +172,7 @@ class LivingServer:
     """This process as a server: its number, and the thread ``bytescheduler-server-signs`` with its signs of life.
 
     Args:
-        store: From :func:`meeting_store`.
+        store: From :func:`meeting_store`; a connection that nothing else uses.
         own: What workers are told of it.
         presence: Tells whether the store is still there.
     """
@@ -472,7 +472,8 @@ def serve(host: str, port: int, *, timeout: float = 1800.0, say: Callable[[str],
 
     Raises:
         SchedulerTimeoutError: If there is no training in time.
-        RanksDifferError: If the training has another version, or already has all its servers.
+        RanksDifferError: If the training has another version.
+        UnsupportedError: If a worker's push does not fit another worker's.
         RankFailedError: If a worker has died.
     """
     require_seconds("timeout", timeout)
@@ -480,12 +481,14 @@ def serve(host: str, port: int, *, timeout: float = 1800.0, say: Callable[[str],
     presence = find_store(host, port, who="this parameter server", timeout=timeout)
     own = presence.own_address
     choose_interface(host)
-    store = meeting_store(
-        dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=15))
+    connect_anew = partial(
+        dist.TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=15)
     )
+    # On one connection signs of life would wait while gloo waits for another process's address.
+    store, signs = meeting_store(connect_anew()), meeting_store(connect_anew())
     begun = begun_after(store, 0)
     last = 0 if begun is None else begun.fit  # a fit in progress already has its servers
-    server, why = LivingServer(store, SignedOn(host=own), presence), ""
+    server, why = LivingServer(signs, SignedOn(host=own), presence), ""
     try:
         say(f"Parameter server {server.number} at {own} is ready for the training at {host}:{port}.")
         while (fit := _next_fit(store, presence, last)) is not None:

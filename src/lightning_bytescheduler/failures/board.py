@@ -430,7 +430,7 @@ class FaultBoard:
             return error
         period, asked_at, known_at = self._signs.period, time.monotonic(), math.inf
         deadline = asked_at + max(timeout, 8 * period, silence + 3 * period)
-        broken = f"this broke here: {brief(error)}"
+        broken = f"this broke here: {brief(error) or type(error).__name__}"
         with self._looking(silence, broken):
             while self.fault is None and self._within(deadline):
                 if self._signs.looked_at > asked_at:
@@ -459,11 +459,13 @@ class FaultBoard:
         if not self._thread.is_alive():
             return True  # also in a forked child: thread and connection are its parent's
         self._watchdog.disarm()
-        deadline, hosts_store = time.monotonic() + timeout, self.rank == 0 and not agent_keeps_store()
+        asked_at, hosts_store = time.monotonic(), self.rank == 0 and not agent_keeps_store()
         with self._looking():
             self._leaves = True
-            while hosts_store and self._present().difference(self._signs.silent()) and self._within(deadline):
-                pass
+            while hosts_store and self._present() and self._within(asked_at + timeout):
+                # A rank may have been silent when it was last looked at, long ago.
+                if self._signs.looked_at > asked_at and not self._present().difference(self._signs.silent()):
+                    break
             self._closing = True
             self._wake()
         if threading.current_thread() is not self._thread:

@@ -78,15 +78,15 @@ def agent_keeps_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def store_gone(meanwhile: str) -> RankFailedError:
+def store_gone(noticed: str) -> RankFailedError:
     """The failure of the process that has kept the store: rank 0, or torchrun's agent.
 
     Args:
-        meanwhile: How that was noticed, in words.
+        noticed: How that was noticed, in words.
     """
     if agent_keeps_store():
-        return RankFailedError(None, f"the rendezvous agent is gone; {meanwhile}")
-    return RankFailedError(0, f"its process is gone, and the rendezvous store with it; {meanwhile}")
+        return RankFailedError(None, f"the rendezvous agent is gone; {noticed}")
+    return RankFailedError(0, f"its process is gone, and the rendezvous store with it; {noticed}")
 
 
 def looks(failure: Callable[[], BaseException | None], *, longest: float = _LONGEST_S) -> Iterator[float]:
@@ -468,7 +468,7 @@ class Meeting:
         try:
             require_alike(ranks, way_out="Give all of them the same one.")
         except RanksDifferError:
-            with contextlib.suppress(SchedulerTimeoutError):  # the store may end with this rank
+            with contextlib.suppress(SchedulerTimeoutError, dist.DistError):  # the store may end with rank 0
                 call(dist.PrefixStore("read", met), timeout=_FAREWELL_S)
             raise
         return met
