@@ -174,6 +174,48 @@ def test_one_who_pauses_is_not_counted_on_nor_silent_and_goes_on() -> None:
     assert [bench.scheduler.workers[name].send_after for name in "ab"] == [20, 80]
 
 
+@pytest.mark.parametrize("ends", ["arrived", "left", "cut off", "late"])
+def test_an_update_that_one_who_pauses_is_still_sending_is_waited_for(ends: str) -> None:
+    bench = Bench(start_workers=2, outer_steps=2)
+    bench.start("a", "b")
+    bench.steps(50, "a", "b")
+    bench.say(SendingPseudoGradient(worker="a", round=1, steps=50, samples=50))
+    assert bench.say(PauseRounds(worker="a")) == {}
+    assert MERGED not in bench.arrive("b")
+    if ends == "arrived":
+        assert merged(bench.say(PseudoGradientArrived(worker="a", round=1))) == ("b", "a")
+    elif ends == "left":
+        assert merged(bench.say(LeaveRounds(worker="a"))) == ("b",)
+    else:
+        if ends == "cut off":
+            bench.scheduler.note_connections({"b"}, now=bench.now)
+        began = bench.now
+        bench.pass_time()
+        assert merged(bench.tick()) == ("b",)
+        assert bench.now > began + RETURN_S if ends == "late" else bench.now == began + RETURN_S
+
+
+def test_what_the_only_one_has_not_yet_sent_as_it_pauses_is_waited_for() -> None:
+    bench = Bench()
+    bench.start("a")
+    bench.steps(60, "a")
+    bench.say(SendingPseudoGradient(worker="a", round=1, steps=60, samples=60))
+    assert MERGED not in bench.say(PauseRounds(worker="a"))
+    assert merged(bench.say(PseudoGradientArrived(worker="a", round=1))) == ("a",)
+
+
+def test_one_who_pauses_after_the_decision_counts_once_for_the_quorum() -> None:
+    bench = Bench(start_workers=2, quorum=1.0)
+    bench.start("a", "b")
+    bench.steps(48, "a", "b")
+    assert bench.scheduler.collecting
+    bench.say(PauseRounds(worker="a"))
+    assert bench.say(back(48)) == {"a": [SendAfter(round=1, steps=0, reported=48)]}
+    bench.steps(2, "a", "b", first=49)
+    bench.arrive("a")
+    assert sorted(merged(bench.arrive("b"))) == ["a", "b"]
+
+
 def test_a_round_ends_without_one_who_pauses_and_it_starts_with_what_it_can() -> None:
     bench = Bench(start_workers=2)
     bench.start("a", "b")

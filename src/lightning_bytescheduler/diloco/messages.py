@@ -160,7 +160,7 @@ class PassedRoundEnd(AnyMessage, frozen=True, kw_only=True):
 class PauseRounds(AnyMessage, frozen=True, kw_only=True):
     """I do something else, such as validating, and take no part until I join again. I live, and keep my session.
 
-    As with ``LeaveRounds``, a pseudo-gradient of the round that is on counts.
+    A pseudo-gradient of the round that is on counts, and is waited for.
     """
 
     worker: _Name

@@ -12,10 +12,10 @@ The next one begins when the host says so, as when the mean is there. To decide 
 few of them after each message, with more less often, so that it takes a small share of the time.
 
 Workers come and go. A worker that joins in mid-round trains in it at once. If the end is decided, or all take equally
-many steps, it waits for the next round, unless it was in this one already, as after a restart. A worker that leaves, or
-pauses, is not waited for, and what it has sent counts. If all have gone and nothing was sent, the round begins anew
-with the next worker. A worker is lost when it misses the end of its round; it joins the next round as soon as it is
-heard of.
+many steps, it waits for the next round, unless it was in this one already, as after a restart. No steps of a worker
+that leaves or pauses are waited for, and what it has sent counts; what one that pauses is sending is waited for. If all
+have gone and nothing was sent, the round begins anew with the next worker. A worker is lost when it misses the end of
+its round; it joins the next round as soon as it is heard of.
 
 *Standing still.* Each of the workers that were launched together may ask for the end of a round, because its data or
 its steps are used up, or for a validation. Then no worker starts the next round before all have passed that point. In
@@ -113,10 +113,9 @@ class Rounds:
         self._together = tuple(together)
         self._wishes: set[str] = set()  # what is to happen at the end of the round, of workers launched together
         self._passed: dict[str, bool] = {}  # workers that have passed the end of a round, and whether they stop
-        self._departed: list[WorkerProgress] = []  # workers that have left in this round, and have sent
+        self._departed: list[WorkerProgress] = []  # workers that have left or paused in this round, and have sent
         self._remembered: OrderedDict[str, WorkerProgress] = OrderedDict()  # who has left; who left first is first
         self._phase = _Phase.IDLE
-        self._first = self._options.start_workers  # workers that the next round waits for
         self._now = 0.0
         self._started = 0.0
         self._decided: float | None = None
@@ -124,7 +123,7 @@ class Rounds:
         self._look_at = 0.0  # when to look at all workers, where there are many
         self._is_to_look = False  # something was heard since the last look
         self._longest_grace = 0.0
-        self._counted_on: set[WorkerProgress] = set()  # workers from which the quorum is computed
+        self._counted_on: set[str] = set()  # workers from which the quorum is computed
 
     # ── What is known ───────────────────────────────────────────────────────────
 
@@ -171,7 +170,7 @@ class Rounds:
         training = self._phase is _Phase.TRAINING
         if training and self._is_to_look:
             return self._look_at
-        awaited = (one.awaited_until(self._options) for one in self.workers.values() if one.is_training or not training)
+        awaited = (one.awaited_until(self._options) for one in self._all if one.is_training or not training)
         silence = min((until for until in awaited if self._now < until < math.inf), default=math.inf)
         until = silence if training else min(silence, self._end_of_waiting(self._now))
         return None if until == math.inf else until
@@ -195,10 +194,14 @@ class Rounds:
 
     def _members(self) -> list[WorkerProgress]:
         """Workers that take part in this round."""
-        return [worker for worker in (*self.workers.values(), *self._departed) if worker.is_member]
+        return [worker for worker in self._all if worker.is_member]
+
+    @property
+    def _all(self) -> list[WorkerProgress]:
+        return [*self.workers.values(), *self._departed]
 
     def _sent_and_left(self, name: str) -> WorkerProgress | None:
-        """A worker that has left in this round, and whose pseudo-gradient may still come."""
+        """A worker that has left or paused in this round, and whose pseudo-gradient may still come."""
         return next((one for one in self._departed if one.name == name and one.state is WorkerState.SENDING), None)
 
     # ── What is told ───────────────────────────────────────────────────────────
@@ -223,8 +226,11 @@ class Rounds:
             if message.now:
                 self._end_now(message.steps, now)
         elif isinstance(message, (LeaveRounds, PauseRounds)):
+            goes = worker or self._sent_and_left(message.worker)
             if worker is not None:
                 self._remove(worker)
+            if goes is not None:
+                goes.left = isinstance(message, LeaveRounds)  # one that pauses goes on sending
                 self._advance(now)
         elif isinstance(message, PseudoGradientArrived) and (worker is None or not worker.is_member):
             self._arrive_after_leaving(message, worker, now)
@@ -243,8 +249,8 @@ class Rounds:
 
     def note_connections(self, there: Collection[str], *, now: float) -> None:
         """Note which workers have a connection or an upload under way, where the host can tell."""
-        for name, worker in self.workers.items():
-            if name in there:
+        for worker in self._all:
+            if worker.name in there:
                 worker.gone = None
             elif worker.gone is None:
                 worker.gone = now
@@ -280,11 +286,11 @@ class Rounds:
         """Continue after that many rounds. Call it before any worker joins."""
         self.round = rounds_over
         if rounds_over:
-            self._first = 1
+            self.expect(1)
 
     def expect(self, workers: int) -> None:
         """Make the next round wait for this many workers, such as those before a restart."""
-        self._first = max(workers, 1)
+        self._options = replace(self._options, start_workers=max(workers, 1))
 
     # ── One worker ───────────────────────────────────────────────────────────
 
@@ -360,7 +366,7 @@ class Rounds:
             worker.tell_to_start(now)
             worker.take_up(join, now)
             if self._phase is _Phase.COLLECTING:
-                self._counted_on.add(worker)
+                self._counted_on.add(worker.name)
         elif self._phase is _Phase.TRAINING and not isinstance(self._target, FixedSteps):
             # No worker has to wait for it: the others do what it does not.
             worker.tell_to_start(now, late=True)
@@ -410,9 +416,9 @@ class Rounds:
 
     def _begin_round(self, now: float) -> None:
         members = [worker for worker in self.workers.values() if worker.state is not WorkerState.LOST]
-        if sum(worker.gone is None for worker in members) < self._first:
+        if sum(worker.gone is None for worker in members) < self._options.start_workers:
             return
-        self._first = 1
+        self.expect(1)
         self.round += 1
         self._phase = _Phase.TRAINING
         self._started, self._decided, self._look_at = now, None, now
@@ -433,7 +439,7 @@ class Rounds:
                 self._look_at = now + len(self.workers) * _LOOK_AT_ONE_S
                 self._decide(now)
         if self._phase is _Phase.COLLECTING and (
-            not any(now < worker.awaited_until(self._options) for worker in self.workers.values())
+            not any(now < worker.awaited_until(self._options) for worker in self._all)
             or now >= self._end_of_waiting(now)
         ):
             self._end_round(now)
@@ -489,7 +495,7 @@ class Rounds:
         """Tell all workers, silent ones too, that the end of the round is decided."""
         self._phase = _Phase.COLLECTING
         self._decided = now
-        present = [one.transfer.mean for one in self.workers.values() if one.state is not WorkerState.LOST]
+        present = [one.transfer.mean for one in self._all if one.state is not WorkerState.LOST]
         transfer = max((mean for mean in present if mean is not None), default=None)
         self._deadline = now + 2 * seconds + 2 * (transfer or 0.0)
         if self._options.grace == "auto":
@@ -502,7 +508,7 @@ class Rounds:
             if worker.began_late and worker.is_training and not worker.steps:
                 worker.state = WorkerState.WAITING  # its first step may take any time, and belongs to the next round
         members = self._members()
-        self._counted_on = set(members)
+        self._counted_on = {worker.name for worker in members}
         for worker in members:
             if worker.is_training:
                 worker.send_after = counters.get(worker, 0)
@@ -514,8 +520,7 @@ class Rounds:
             return self._deadline + self._longest_grace
         if now < self._deadline or self._decided is None:
             return self._deadline  # the wait lasts until then in any case; only then it is known whether to go on
-        workers = self.workers.values()
-        missing = sum(worker.missing_samples for worker in workers if now < worker.awaited_until(self._options))
+        missing = sum(worker.missing_samples for worker in self._all if now < worker.awaited_until(self._options))
         arrived = self._arrived(self._members())
         if len(arrived) < self._least():
             missing += sum(worker.samples for worker in arrived)  # without a quorum, these do not count either
@@ -524,7 +529,9 @@ class Rounds:
             deadline=self._deadline,
             longest=self._longest_grace,
             missing=missing,
-            idle=sum(one.samples_per_second or 0.0 for one in workers if one.state is WorkerState.ARRIVED),
+            idle=sum(
+                one.samples_per_second or 0.0 for one in self.workers.values() if one.state is WorkerState.ARRIVED
+            ),
         )
 
     def _arrived(self, members: list[WorkerProgress]) -> list[WorkerProgress]:
