@@ -740,3 +740,57 @@ def test_a_late_last_update_is_said_with_its_samples(
     stays.end()
     stays.checked()
     assert "late ends, and 6 samples that it has trained on may be in no weights" in caplog.text
+
+
+def test_a_late_update_of_a_round_without_a_quorum_is_carried_and_not_said_to_be_lost(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Rounds, "_least", lambda rounds: 2 if rounds.round == 1 else 1)
+    server = serve(inner_steps=5, rounds={"start_workers": 2, "grace": 0.0, "silent_after": 0.1})
+    send, is_late, ahead = Session._send, Session._late, threading.Event()
+    carried: list[int] = []
+
+    def sends(session: Session) -> bool:
+        if session.worker != "late" or session.round > 1:
+            return send(session)
+        assert ahead.wait(60.0)
+        session._unaware = True  # it sends before it hears that its round is over
+        sent = send(session)
+        session._unaware = False
+        return sent
+
+    def merges(session: Session, round: int, mean: Any) -> None:
+        merge(session, round, mean)
+        if session.worker == "late" and round == 1:
+            carried.append(session.unmerged.carried_samples)
+
+    merge = Session._merge
+    monkeypatch.setattr(Session, "_unaware", False, raising=False)
+    monkeypatch.setattr(Session, "_late", property(lambda one: not one._unaware and is_late.fget(one)))
+    monkeypatch.setattr(Session, "_send", sends)
+    monkeypatch.setattr(Session, "_merge", merges)
+    late, stays = TrainsOnly(server.url, "late"), TrainsOnly(server.url, "stays")
+    until(lambda: stays.version >= 1, "the end of the round")
+    ahead.set()
+    until(lambda: bool(carried), "the end of the round for the late one")
+    for worker in (late, stays):
+        worker.end()
+        worker.checked()
+    assert server.status().counters["updates_late"] >= 1
+    assert carried[0] > 0
+    assert "late: round 1 ended without its" not in caplog.text
+
+
+def test_a_worker_that_leaves_amid_a_pause_sends_nothing_in_vain(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a SIGTERM. The last round has sent one fragment of two, and it has no part in the next one."""
+    server = serve(inner_steps=5, fragments=2)
+    leave = Session.leave
+
+    def leave_paused(session: Session, **_: Any) -> None:
+        session.pause(shows=False)
+        leave(session, quickly=True)
+
+    monkeypatch.setattr(Session, "leave", leave_paused)
+    TrainsOnly(server.url, "one", steps=5).checked()
+    counters = server.status().counters
+    assert (counters["updates_added"], counters.get("updates_refused", 0)) == (1, 0)

@@ -880,7 +880,7 @@ class Session:
             unmerged.sent = None
             is_dropped = self._exchange.source is not None and sent.is_dropped
             self._exchange.settle(sent.upload, total=mean.total)
-            if is_dropped:
+            if is_dropped and (mean.total or sent.update.trained):  # else it is carried
                 self._say_lost(round, sent.update.round_samples)
             if is_dropped and sent.update.trained:
                 gives_up = True
@@ -1184,8 +1184,9 @@ class Session:
 
     def _hand_in(self) -> None:
         """Send what was trained so far in this round, and wait for the receipt, if there is a connection."""
-        unsent = self.state.samples[self._trained.fragment_of(self.round)]
-        if self._place.connected and not self._over_here and self.unmerged.sent is None and unsent:
+        place, unsent = self._place, self.state.samples[self._trained.fragment_of(self.round)]
+        # A worker that pauses has handed in what it had, and has no part in the round that is on.
+        if place.connected and not (place.away or self._over_here) and self.unmerged.sent is None and unsent:
             self._send()
         if self.unmerged.sent is not None:
             self._await_receipt(self.unmerged.sent)
