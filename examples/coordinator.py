@@ -30,7 +30,7 @@ from examples.demo.text import Windows, training_and_validation_text
 from lightning_bytescheduler import DiLoCoStrategy
 
 BATCH_SIZE = 8
-SCHEDULE_STEPS = 1000  # of the learning rate: nobody knows how many a worker will take
+SCHEDULE_STEPS = 1000  # of the learning rate: how many a worker will take is not known
 
 
 class Slowly(L.Callback):

@@ -83,8 +83,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
         round: The current round; 0 before the first.
         phase: ``"waiting"`` (for weights or workers), ``"training"``, ``"collecting"``, ``"merging"`` or
             ``"finished"``.
-        last_round: The round that is expected to end the run, or ``None``: ``outer_steps``, plus a round for each
-            fragment but one, plus the rounds that had no update that counted.
+        last_round: The round that ends the run, or ``None``: ``outer_steps``, plus one for each fragment but the first.
         target: What ends a round, in words.
         left: What remains of this round, in the target's unit.
         weights_version: Rounds that are part of the weights.
