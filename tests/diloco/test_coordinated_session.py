@@ -640,14 +640,14 @@ def test_an_update_that_a_coordinator_still_has_is_not_added_twice(stack: ExitSt
     link = Link(port_of(server))
     stack.callback(link.close)
     early, late = Stops(link.url, "early", stops_at=6), Stops(server.url, "late", stops_at=3)
-    until(lambda: server.status().counters.get("updates_added") == 1, "the update")
     until(lambda: early.taken == 6, "the sixth step")
+    sent = early.runtime.session.unmerged.sent
+    assert sent is not None
+    until(lambda: sent.upload.answer is not None, "the receipt")
     link.cut()
     until(lambda: not early.place.connected, "the end of the connection")
     link.heal()
     until(lambda: server.status().counters.get("updates_again") == 1, "the update again")
-    sent = early.runtime.session.unmerged.sent
-    assert sent is not None
     until(lambda: sent.upload.answer is not None, "its receipt")
     assert sent.upload.answer.verdict == "added", "it is the receipt of the first time"
     for worker in (early, late):
