@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_bytescheduler.ddp import deferred_optimizer
 from lightning_bytescheduler.ddp.deferred_optimizer import (
     DueStep,
     close_state,
@@ -358,3 +360,10 @@ def test_hooks_of_the_optimizer_and_of_all_optimizers_are_noticed() -> None:
         assert has_step_hooks(optimizer)
         handle.remove()
         assert not has_step_hooks(optimizer)
+
+
+def test_numbers_are_not_copied() -> None:
+    """A snapshot is made in each step, for each group."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
+    with patch.object(deferred_optimizer, "tree_map_only", side_effect=AssertionError("a walk")):
+        assert snapshot_hyperparameters(optimizer)[0]["betas"] == (0.9, 0.999)

@@ -291,6 +291,8 @@ def snapshot_hyperparameters(optimizer: Optimizer) -> HyperparameterSnapshot:
 
 
 def _copied(value: Any) -> Any:
+    if isinstance(value, tuple) and not any(isinstance(each, _MAY_HAVE_TENSORS) for each in value):
+        return value  # such as betas, in each step: a tree function would take a hundred times as long
     return tree_map_only(torch.Tensor, _clone, value) if isinstance(value, _MAY_HAVE_TENSORS) else value
 
 
