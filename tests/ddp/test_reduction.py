@@ -27,6 +27,12 @@ def test_norms_of_all_ranks_shards_add_up(size: int, partition: int, world_size:
     assert found == pytest.approx(float(buffer.double().norm()), rel=1e-6, abs=0.0)
 
 
+def test_the_norm_of_a_large_shard_keeps_its_digits() -> None:
+    buffer = torch.randn(4_000_000, generator=torch.Generator().manual_seed(1))
+    found = norm_of_shards(buffer, cut(len(buffer), len(buffer)), 0, 1)
+    assert found == pytest.approx(float(torch.linalg.vector_norm(buffer, dtype=torch.float64)), rel=1e-6)
+
+
 @pytest.mark.parametrize(("value", "finite"), [(3e38, True), (math.inf, False), (math.nan, False)])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_norm_is_finite_if_and_only_if_the_gradient_is(kind: torch.dtype, value: float, finite: bool) -> None:

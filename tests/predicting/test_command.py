@@ -124,8 +124,8 @@ def test_a_picture(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["advised", *LINK], "target='advised' is not allowed"),
         (["advised:absent", *LINK], "a name that advised has"),
         (["not_there:make", *LINK], "not_there"),
-        (["advised:nothing", *LINK], "the name of a function or a class"),
-        (["advised:Sized", *LINK], "a function or class that needs no arguments"),
+        (["advised:nothing", *LINK], "the name of a function or a class that needs no arguments"),
+        (["advised:Sized", *LINK], "the name of a function or a class that needs no arguments"),
         (["advised:three", *LINK], "or a pair of one and its data"),
         (["advised:Data", *LINK], "must be a LightningModule"),
         (["advised:bare", *LINK], "the module has no train_dataloader"),
@@ -355,7 +355,8 @@ def test_functions_and_classes_are_called(target: Any, kind: type) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "allowed"), [(needs, "needs no arguments"), (3, "the name of a function or a class")]
+    ("target", "allowed"),
+    [(needs, "needs no arguments"), (3, "the name of a function or a class that needs no arguments")],
 )
 def test_what_cannot_be_called(target: Any, allowed: str) -> None:
     with pytest.raises(OptionError, match=allowed):

@@ -133,18 +133,9 @@ def _watch_fits(spec: RunSpec, folder: Path, trainer_class: Any, first: Callable
 
     @_replaces(trainer_class, "fit")
     def fit(original: Callable[..., Any], trainer: Any, *arguments: Any, **options: Any) -> None:
-        if trainer.num_nodes > 1:
-            refuse(
-                folder,
-                f"The script's Trainer has num_nodes={trainer.num_nodes}, and the check runs on one machine. Let "
-                "the script take num_nodes=1 for the check.",
-            )
-        if trainer.world_size < 2:
-            refuse(
-                folder,
-                "The script's Trainer has 1 device, so it has nothing to communicate. Give the check `--devices 2`; in "
-                "a notebook, devices=2.",
-            )
+        if trainer.num_nodes > 1 or trainer.world_size < 2:
+            has = f"The script's Trainer has num_nodes={trainer.num_nodes} and {trainer.num_devices} devices on each"
+            refuse(folder, f"{has}. The check needs two on one machine: `--devices 2`, or devices=2 in a notebook.")
         original(trainer, *arguments, **options)
         sys.stdout.flush()
         raise SystemExit(0)  # code after the fit may publish or overwrite something

@@ -48,6 +48,8 @@ from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask, TaskKey
 
+_SUMMED = 1 << 16  # elements of which a CPU adds up the squares in fp32: with more, the norm loses digits
+
 Launch = Callable[[SubCommTask], None]
 """Sends a part; see :class:`CommTask`."""
 
@@ -368,11 +370,12 @@ class ShardedReduction(Reduction):
 
 def norm_of_shards(buffer: torch.Tensor, scatter: CommTask, rank: int, world_size: int) -> float:
     """Return the norm of what ``rank`` has reduced of a bucket."""
-    pieces = []
+    pieces: list[torch.Tensor] = []
+    most = _SUMMED if buffer.device.type == "cpu" else max(buffer.numel(), 1)
     for sub in scatter.sub_tasks:
         first, end = (sub.offset + edge for edge in shard_of(sub.size, rank, world_size))
         if first < end:
-            pieces.append(buffer[first:end])
+            pieces += buffer[first:end].split(most)
     norms = _norms(pieces, None if buffer.dtype in (torch.float32, torch.float64) else torch.float32)
     if not all(map(math.isfinite, norms)):  # squares of large finite values overflow; in double precision they do not
         norms = _norms(pieces, torch.float64)

@@ -194,12 +194,10 @@ def call_target(text: str, target: Any) -> Any:
     Raises:
         OptionError: If it is neither a function nor a class, or needs arguments.
     """
-    if not callable(target):
-        raise OptionError("target", text, "the name of a function or a class")
     try:
         inspect.signature(target).bind()
-    except TypeError:
-        allowed = "a function or class that needs no arguments; wrap it in a function that gives them"
+    except TypeError:  # also of what cannot be called
+        allowed = "the name of a function or a class that needs no arguments; wrap it in a function that gives them"
         raise OptionError("target", text, allowed) from None
     return target()
 

@@ -236,11 +236,10 @@ def repeated(loader: Any) -> Iterator[Any]:
         raise OptionError("data", loader, allowed)
 
     def batches() -> Iterator[Any]:
-        found = True
-        while found:
-            found = False
-            for batch in loader:
-                found = True
+        count = -1
+        while count:  # until a pass has no batch
+            count = 0
+            for count, batch in enumerate(loader, 1):  # noqa: B007
                 yield batch
 
     return batches()

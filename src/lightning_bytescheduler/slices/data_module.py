@@ -330,8 +330,8 @@ class SliceDataModule(pl.LightningDataModule):
             )
         if ranks > 1 and self.trainer is not None:
             batch_sizes = batch_sizes_of("batch_size", self.batch_size, ranks)
-            workers = str(self._loads.keywords["num_workers"])
-            require_same(self.trainer, "num_workers", workers)  # as ranks of a worker get parts of one batch
+            # as ranks of a worker get parts of one batch
+            require_same(self.trainer, "num_workers", str(self._loads.keywords["num_workers"]))
         else:
             batch_sizes = (batch_sizes_of("batch_size", self.batch_size, host.workers)[host.worker],)
             rank = 0  # of its own world, whatever its number among all workers
