@@ -305,8 +305,7 @@ def test_ranks_wait_for_each_other_at_a_place_that_all_reach(board: MakeBoard) -
     assert not first.all_reach("after a failure", 10 * PATIENCE_S)
 
 
-def test_the_host_of_the_store_leaves_last(board: MakeBoard) -> None:
-    host, other = board(0), board(1)
+def assert_leaves_last(host: FaultBoard, other: FaultBoard) -> None:
     leaving = threading.Thread(target=host.close, args=(2 * PATIENCE_S,))
     leaving.start()
     leaving.join(0.5)
@@ -314,6 +313,11 @@ def test_the_host_of_the_store_leaves_last(board: MakeBoard) -> None:
     other.close()
     leaving.join(PATIENCE_S)
     assert not leaving.is_alive()
+
+
+def test_the_host_of_the_store_leaves_last(board: MakeBoard) -> None:
+    host, other = board(0), board(1)
+    assert_leaves_last(host, other)
 
 
 def test_the_host_of_the_store_does_not_wait_for_the_dead(board: MakeBoard) -> None:
@@ -335,13 +339,7 @@ def test_the_host_of_the_store_waits_for_one_that_was_silent_once(board: MakeBoa
     other = board(1)
     until(lambda: standstill.Sign.decode(store.get("signs/1")).beat < 999)
     assert host._signs.silent() == [1]
-    leaving = threading.Thread(target=host.close, args=(2 * PATIENCE_S,))
-    leaving.start()
-    leaving.join(0.5)
-    assert leaving.is_alive()
-    other.close()
-    leaving.join(PATIENCE_S)
-    assert not leaving.is_alive()
+    assert_leaves_last(host, other)
 
 
 @pytest.mark.usefixtures("nobody_is_silent")

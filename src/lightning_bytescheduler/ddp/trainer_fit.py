@@ -216,7 +216,7 @@ def _codec(
 
 
 def _has_gradient(optimizer: Optimizer) -> bool:
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+    return not all(has_no_gradient(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _warn_unaveraged(names: Sequence[str]) -> None:
