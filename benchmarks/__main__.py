@@ -1,8 +1,8 @@
 """Benchmarks: ``python -m benchmarks NAME``; ``NAME --help`` says what it measures. Without a name, all are listed.
 
 Each prints tables and writes what it has measured, as lines of JSON with the same keys (see ``record.py``). A benchmark
-is a module with ``add_options`` and ``measure``, which gives tables as they are there, and raises ``MeasurementFailed``
-or ``LinkError`` where it cannot go on; with ``panels`` it has a picture.
+is a module with ``add_options`` and ``measure``, which yields each table once it is complete, and raises
+``MeasurementFailed`` or ``LinkError`` where it cannot go on. A module with ``panels`` also draws a picture.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from benchmarks.shaped_link import LinkError
 
 BENCHMARKS = {
     "networks": "four networks on shaped links, beside DDP with several bucket sizes (root; an hour)",
-    "never_slower": "that nothing is lost where nothing is to be gained, in turns with ddp (20 minutes)",
+    "never_slower": "whether it is slower than ddp where there is nothing to gain (20 minutes)",
     "parameter_servers": "push and pull on spare machines, beside all-reduces (root; 3 minutes)",
-    "scheduler_overhead": "10,000 tasks on a transport that does nothing; what a step leaves in memory (seconds)",
-    "codecs": "compressors on one core, beside copying memory (half a minute)",
+    "scheduler_overhead": "10,000 tasks on a transport that does nothing; memory that a step leaves behind (seconds)",
+    "codecs": "speed of compressors on one core, beside copying memory (half a minute)",
     "gradient_compression": "losses and bytes of a small GPT, exact and compressed (minutes)",
     "unequal_machines": "balanced batches against equal ones (2 minutes)",
     "diloco": "DiLoCo against strategies that communicate in every step (root; 5 to 20 minutes a figure)",

@@ -1,8 +1,8 @@
 """How fast compressors are on one core, beside copying memory.
 
-Each compresses a gradient as training makes them (of very different magnitudes), part by part, as partitions are sent,
-and reads it again. Speeds are in MB of fp32 a second: bytes of what is compressed by the time that takes. With error
-feedback, what is not sent is worked out and kept, too. An exact mean is formed and encoded, or decoded and added to.
+Each compresses a gradient with the very different magnitudes that training makes, part by part as partitions are sent,
+and reads it again. Speeds are MB of fp32 a second: the bytes to be compressed over the time taken. With error feedback,
+the residual is computed and kept too. For an exact mean, forming and encoding it are timed, and decoding and adding it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROUNDS = 5
 
 
 def gradient(elements: int) -> torch.Tensor:
-    """Normal numbers, whose scale differs from thousand to thousand as it does from layer to layer."""
+    """Normal numbers, whose scale changes every thousand elements, as it does between layers."""
     generator = torch.Generator().manual_seed(0)
     scales = torch.exp(2 * torch.randn(-(-elements // 1000), 1, generator=generator))
     values = torch.randn(len(scales), 1000, generator=generator) * scales * 1e-3
@@ -34,7 +34,7 @@ def gradient(elements: int) -> torch.Tensor:
 
 
 def best_seconds(work: Callable[[], object]) -> float:
-    """Of several times, after one that does not count; of one thread its time on a processor, whatever else runs."""
+    """The shortest of several times, after one that does not count; processor time if there is one thread."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     work()
     found = []
@@ -46,11 +46,11 @@ def best_seconds(work: Callable[[], object]) -> float:
 
 
 Speeds = dict[str, float]
-"""In MB of what is compressed, a second; and by how much bytes become fewer."""
+"""MB of uncompressed data a second, and the factor by which bytes are reduced."""
 
 
 def speed_of_copying(elements: int) -> Speeds:
-    """As compressing and reading, which nothing can do faster."""
+    """The speed of copying memory, which no codec exceeds, as that of compressing and of reading."""
     whole = gradient(elements)
     target = torch.empty_like(whole)
     speed = whole.nbytes / 1e6 / best_seconds(lambda: target.copy_(whole))
@@ -58,7 +58,7 @@ def speed_of_copying(elements: int) -> Speeds:
 
 
 def speed_of(spec: str, elements: int, part: int) -> Speeds:
-    """Of a compressor."""
+    """The speeds of a compressor."""
     whole = gradient(elements)
     parts, outs = whole.split(part), torch.empty_like(whole).split(part)
     sums = torch.zeros(elements).split(part)
@@ -87,7 +87,7 @@ def speed_of(spec: str, elements: int, part: int) -> Speeds:
 
 
 def speed_of_mean(wire: WireFormat, elements: int) -> Speeds:
-    """To form the exact weighted mean and to encode it, and to decode and to add to it."""
+    """The speeds of forming and encoding the exact weighted mean, and of decoding and adding it."""
     whole = gradient(elements)
     sums, payload = WeightedMean(whole.numel()), wire.encode(whole)
     size = whole.nbytes / 1e6
@@ -100,9 +100,9 @@ def speed_of_mean(wire: WireFormat, elements: int) -> Speeds:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--elements", type=int, default=1 << 23, help="of the gradient (default: %(default)s)")
+    parser.add_argument("--elements", type=int, default=1 << 23, help="elements of the gradient (default: %(default)s)")
     parser.add_argument("--part", type=int, default=1 << 20, help="elements of a part (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="of torch (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
 
 
 def measure(options: argparse.Namespace) -> Iterator[Results]:

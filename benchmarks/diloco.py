@@ -11,8 +11,8 @@ sleeping for what its arithmetic does not take. Figures:
 - ``overlap`` (root): on a link of a tenth of the rate, seconds to some losses for int4 in long rounds and sparse in
   short ones, each without overlap and with ``overlap_steps="auto"``; no validation interrupts the training.
 
-Time is that of training: validations are left out. What was measured is kept in a file and not measured again, so that
-a benchmark that was interrupted goes on where it was.
+Time is that of training: validations are left out. Results are kept in a file and not measured again, so an
+interrupted benchmark goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -51,20 +51,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, help="N (default: 60 in race, 200 in gap, 300 in wire)")
     parser.add_argument("--grid", type=int, nargs="+", default=[8, 20, 40], help="steps of the slow worker")
-    parser.add_argument("--mbit", type=float, help="of each link (default: 5 in overlap, else 50)")
-    parser.add_argument("--ratio", type=float, default=3.0, help="of the two workers' steps (default: %(default)g)")
-    parser.add_argument("--step-s", type=float, default=0.05, help="a step of the fast one (default: %(default)g)")
+    parser.add_argument("--mbit", type=float, help="rate of each link (default: 5 in overlap, else 50)")
+    parser.add_argument(
+        "--ratio",
+        type=float,
+        default=3.0,
+        help="step time of the slow worker over the fast one's (default: %(default)g)",
+    )
+    parser.add_argument("--step-s", type=float, default=0.05, help="step time of the fast one (default: %(default)g)")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--outer-lr", type=float, default=0.7)
     parser.add_argument("--outer-momentum", type=float, default=0.9)
     parser.add_argument("--wire", default="int4")
     parser.add_argument("--only", nargs="+", default=[""], help="contenders with this in their names")
-    parser.add_argument("--again", action="store_true", help="measure also what was measured before")
+    parser.add_argument("--again", action="store_true", help="measure again what is in the file")
 
 
 def measure(options: argparse.Namespace) -> Iterator[Results]:
-    """Measure what is missing, and say what all of it comes to."""
+    """Measure what is missing, and summarise all results."""
     options.mbit = options.mbit or (5.0 if options.figure == "overlap" else 50.0)
     options.steps = options.steps or _STEPS[options.figure]
     if options.figure in _ON_A_LINK:
@@ -93,7 +98,7 @@ def measure(options: argparse.Namespace) -> Iterator[Results]:
 
 
 def _asked(options: argparse.Namespace, contender: Job) -> Job:
-    """What is measured, seed apart."""
+    """The setting of a measurement, without its seed."""
     return {
         "batch": options.batch,
         "learning_rate": options.learning_rate,
@@ -104,7 +109,7 @@ def _asked(options: argparse.Namespace, contender: Job) -> Job:
 
 
 def _kept(kept: Sequence[Record], setting: Job) -> Record | None:
-    """What was measured last with this setting."""
+    """The last record with this setting."""
     return next((one for one in reversed(kept) if one.setting == setting), None)
 
 
@@ -133,7 +138,7 @@ def rows_of(name: str, contenders: Sequence[Job], ends: Sequence[Job], *, seed: 
             waited = float(max(seen["waited_in_rounds"]))
             values = {"trained [s]": trained, "samples": samples, "loss": loss, "waited": waited}
             pairs = zip(seen["step_s"], setting["step_s"], strict=True)
-            # Where a rank trains by itself and took longer, the machine had too much else to do.
+            # If a rank that trains by itself took longer, the machine was busy with other work.
             longer = max((taken / wanted for taken, wanted in pairs if taken and wanted), default=0.0)
             values |= {"a step / asked": longer} if "diloco" in setting and longer else {}
             rows.append(record(name, setting["name"], setting, values, points=answers[0]["points"], **seen))
@@ -166,7 +171,7 @@ def times(rows: Sequence[Record], samples: float) -> Times:
 
 
 def best(taken: Times, beginning: str | tuple[str, ...]) -> str | None:
-    """Of the contenders whose names begin so and that get there with every seed, the one with the smallest median."""
+    """The contender with the smallest median, of those whose names begin so and that get there with every seed."""
     seeds = len(taken.get("ddp", {}))
     medians = {
         name: statistics.median(value for value in values.values() if value is not None)
@@ -195,7 +200,7 @@ def gaps(rows: Sequence[Record], samples: float) -> dict[str, list[float]]:
 
 
 def conclude(options: argparse.Namespace, rows: Sequence[Record]) -> dict[str, list[Record]]:
-    """What each contender comes to, over all seeds, and how much sooner the best of them are."""
+    """Summarise each contender over all seeds, and how much sooner the best ones are."""
     samples = min((int(row.seen["points"][-1][1]) for row in rows if row.what == "ddp"), default=0)
     of_a_step = RANKS * options.batch
     marks = [part * samples // of_a_step // 3 for part in (1, 2, 3)] if options.figure == "race" else []
@@ -233,7 +238,7 @@ def _compared(name: str, steps: int, taken: Times, contenders: Sequence[Record])
 
 
 def _known(values: Any) -> list[float]:
-    """Those that are there, if one is for each seed."""
+    """The values, if there is one for each seed; else none."""
     found = list(values)
     return [] if None in found else found
 

@@ -1,4 +1,4 @@
-"""What each figure of ``diloco.py`` compares: contenders with all that their ranks are asked for."""
+"""What each figure of ``diloco.py`` compares: contenders with the options of their ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Group = list[dict[str, Any]]
 
 
 def race(options: argparse.Namespace) -> list[Group]:
-    """Those that communicate in every step, at the same time: they compute for a hundredth of it. DiLoCo, in turn."""
+    """Contenders that communicate in every step run side by side, as they hardly compute; DiLoCo's run in turn."""
     steps, ratio = options.steps, options.ratio
     every = max(steps // _VALIDATIONS, 1)
-    # What is rounded to bf16 may take some steps more to the same loss.
+    # With gradients in bf16 the same loss may take a few more steps.
     limits = {"ddp": steps, "bytescheduler": steps}
     groups: list[Group] = [
         [
@@ -62,10 +62,10 @@ def gap(options: argparse.Namespace) -> list[Group]:
 
 
 def wire(options: argparse.Namespace) -> list[Group]:
-    """Rounds of one length with each wire dtype; the same steps for all, as fast as they go.
+    """Rounds of one length with each wire dtype; the same steps for all, at full speed.
 
-    What sparse does not send acts as momentum, so that there is plain averaging to compare it with, too; it has its own
-    outer optimizer.
+    The residuals of sparse act as momentum. So it is also compared with plain averaging, and has its own outer
+    optimizer.
     """
     rounds = {"inner_steps": _WIRE_LENGTH, "equal_steps": True}
     strategy = {**rounds, **_tuned(options)}
@@ -84,10 +84,10 @@ def wire(options: argparse.Namespace) -> list[Group]:
 
 
 def overlap(options: argparse.Namespace) -> list[Group]:
-    """On a very slow link, int4 in long rounds and sparse in short ones, without and with overlap by itself.
+    """On a very slow link, int4 in long rounds and sparse in short ones, with and without ``overlap_steps="auto"``.
 
-    A validation has all stand still at the end of a round, where nothing is overlapped: so there is none, and the
-    losses are those of global weights that were kept now and then, taken after the training.
+    At a validation all workers stand still, and nothing overlaps. So there is none: losses are computed after the
+    training, from global weights that were kept now and then.
     """
     averaging = {"outer_lr": 1.0, "outer_momentum": 0.0, "wire_dtype": "int4"}
     long, short = round(40 * options.batch * (1 + options.ratio)), round(8 * options.batch * (1 + options.ratio))

@@ -2,7 +2,7 @@
 
 Two ranks share the GPU over gloo, and one rank is alone on NCCL. Each trains a ResNet-50 or a GPT of 124 M parameters
 under ``ddp``, ``bytescheduler`` as it is by default, and ``mode="overlapped"``, with the same seed and data. Steps are
-those after the first 15; weights are the same as ``ddp``'s where they are so bit for bit. Models are torchvision's and
+those after the first 15; weights count as ``ddp``'s if they are equal bit for bit. Models are torchvision's and
 transformers'.
 """
 
@@ -90,7 +90,7 @@ def train(job: Job) -> Job:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=60, help="of each training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each training (default: %(default)s)")
 
 
 def measure(options: argparse.Namespace) -> Iterator[Results]:

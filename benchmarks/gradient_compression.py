@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Results]:
-    """Train what was asked for."""
+    """Train each contender with each seed."""
     names = [_EXACT, *options.contenders]
     jobs = [{"seed": seed, "contender": name, "steps": options.steps} for seed in options.seeds for name in names]
     answers = [answers[0] for answers in in_turns(Place(ranks=2, each=2), train, jobs, title="trainings")]

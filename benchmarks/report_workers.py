@@ -1,8 +1,8 @@
-"""A thousand workers that report their steps, in one thread without a library: what measures is not the slow side.
+"""A thousand workers that report their steps, in one thread without a library: the side that measures is never slow.
 
-Each worker has a WebSocket of its own. It reports at fixed times, and as the protocol has it: a frame waits for the
-answer to the last one, and has all steps until then. The time of an answer counts from the moment that the step was
-due, so that neither a slow server nor a slow client is hidden.
+Each worker has a WebSocket of its own. It reports at fixed times, and as the protocol says: a frame waits for the
+answer to the one before, and carries all steps until then. The time of an answer counts from when the step was due, so
+that neither a slow server nor a slow client is hidden.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class ReportWorker:
         self._buffer = b""
         self._inbox: list[messages.AnyMessage] = []
         self._number = self._heard = 0
-        self.steps = 0  # that are due
-        self.sent = 0  # of these
-        self.heard = 0  # of these, by the coordinator
+        self.steps = 0  # due so far
+        self.sent = 0  # of the steps
+        self.heard = 0  # of the steps that were sent, by the coordinator
         key = base64.b64encode(os.urandom(16)).decode()
         self.socket.sendall(
             f"GET {protocol.WORKER_PATH} HTTP/1.1\r\nHost: {self._place}\r\nUpgrade: websocket\r\n"
@@ -89,7 +89,7 @@ class ReportWorker:
         """Report all steps that are due."""
         self._number += 1
         self.sent = self.steps
-        # Written by hand: msgspec would take as long as all else here.
+        # Written by hand, as msgspec would take as long as everything else here.
         text = (
             f'{{"kind":"Batch","number":{self._number},"heard":{self._heard},"messages":[{{"kind":"StepReport",'
             f'"worker":"{self.name}","round":{round},"steps":{self.steps},"samples":{8 * self.steps},"batch_size":8,'

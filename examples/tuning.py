@@ -1,4 +1,4 @@
-"""Credit and partition size that find themselves while a model trains, on two processes of this machine.
+"""Tune credit and partition size while a model trains, on two processes of this machine.
 
 From the repository's folder:
 
@@ -8,7 +8,7 @@ Then look at what was tried, and draw it:
 
     lightning-bytescheduler tuning tuned --png tuned/search.png
 
-On one machine there is nothing to hide, so that steps as DDP takes them win; over Ethernet they seldom do.
+On one machine there is nothing to hide, so DDP's own steps win; over Ethernet they seldom do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_bytescheduler import ByteSchedulerStrategy, CreditTuner
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and say what was found."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=400, help="of the training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="steps of the training (default: %(default)s)")
     parser.add_argument("--output", default="tuned", help="the run's folder (default: %(default)s)")
     options = parser.parse_args(arguments)
     model, data = make()

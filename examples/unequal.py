@@ -1,10 +1,10 @@
-"""Two processes of unequal speed train DDP's training together, and nobody waits long: batches follow each one's pace.
+"""Two processes of unequal speed share DDP's training without long waits: batch sizes follow each one's pace.
 
 From the repository's folder:
 
     python -m examples.unequal --speeds 1 3
 
-The text is the Python standard library's source. That a process is slow is played: it sleeps after each layer's work.
+The text is the Python standard library's source. Slowness is simulated: a process sleeps after each layer's work.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Reader(LightningModule):
     """Reads text character by character.
 
     Args:
-        seconds: What a sample takes each rank; may change while training.
-        width: Of its layers.
+        seconds: Seconds per sample, by rank; may change during training.
+        width: Width of its layers.
     """
 
     def __init__(self, seconds: Sequence[float], width: int = 48) -> None:
@@ -84,10 +84,12 @@ class SaysShares(Callback):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train, and say who took how much."""
+    """Train, and print how many samples each rank took."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--speeds", type=float, nargs="+", default=[1.0, 3.0], help="of the processes (default: 1 3)")
-    parser.add_argument("--steps", type=int, default=100, help="of the training (default: %(default)s)")
+    parser.add_argument(
+        "--speeds", type=float, nargs="+", default=[1.0, 3.0], help="speeds of the processes (default: 1 3)"
+    )
+    parser.add_argument("--steps", type=int, default=100, help="steps of the training (default: %(default)s)")
     options = parser.parse_args(arguments)
     data = Windows(training_and_validation_text()[0], LENGTH)
     trainer = Trainer(

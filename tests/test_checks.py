@@ -183,7 +183,7 @@ def test_files_that_cannot_be_written(path: str, words: str, tmp_path: Path, mon
         ("bytescheduler_debug", "Did you mean 'BYTESCHEDULER_DEBUG'?"),
     ],
 )
-def test_variables_that_nobody_reads(name: str, hint: str) -> None:
+def test_variables_that_nothing_reads(name: str, hint: str) -> None:
     assert checks.unknown_variables({name: "1"}) == [f"The environment variable {name} has no meaning here. {hint}"]
 
 

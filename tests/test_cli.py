@@ -385,7 +385,7 @@ def test_a_full_disk_is_one_line() -> None:
 IMPORTED = """
 import contextlib, io, json, sys, types
 
-package = types.ModuleType("lightning_bytescheduler")  # without what its face imports
+package = types.ModuleType("lightning_bytescheduler")  # without what its __init__ imports
 package.__path__ = [sys.argv[1]]
 sys.modules["lightning_bytescheduler"] = package
 from lightning_bytescheduler.__main__ import main

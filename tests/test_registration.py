@@ -119,7 +119,7 @@ def test_the_other_trainer_gets_the_reason_and_the_way_out(monkeypatch: pytest.M
 
 @pytest.fixture
 def two_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both packages as stand-ins that nobody has imported."""
+    """Both packages as stand-ins that are not imported yet."""
     for package in ("lightning/pytorch", "pytorch_lightning"):
         folder = tmp_path / package
         folder.mkdir(parents=True)

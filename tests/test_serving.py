@@ -210,7 +210,7 @@ def test_refusals_are_logged_ever_more_seldom(caplog):
 
 
 class FailsToListen(BackgroundServer):
-    """Its application is made; the key that it would listen with is no longer there."""
+    """Its application is made; the key that it would listen with is gone."""
 
     stopped = False
 
@@ -221,7 +221,7 @@ class FailsToListen(BackgroundServer):
         FailsToListen.stopped = True
 
 
-def test_a_server_whose_key_cannot_be_read_any_more_stops_what_it_had_begun(certificates, tmp_path):
+def test_a_server_whose_key_became_unreadable_stops_what_it_had_begun(certificates, tmp_path):
     key = tmp_path / "server.key"
     key.write_bytes((certificates / "server.key").read_bytes())
     reached = ServerAccess(certificate=str(certificates / "server.pem"), key=str(key), token=SECRET)

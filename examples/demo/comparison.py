@@ -1,4 +1,4 @@
-"""What two runs of the same training tell about their strategies."""
+"""Compare two runs of the same training under different strategies."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _HELD_UP = 1.15
 
 
 def typical_step_seconds(results: Sequence[RankResult]) -> float:
-    """The median step of the ranks, without the first few steps; ranks that train together share one
-    clock."""
+    """The median step of the ranks, without the first few steps; ranks that train together share one clock."""
     steady = [seconds for result in results for seconds in _steady(result.step_seconds)]
     return statistics.median(steady)
 
@@ -34,15 +33,14 @@ class Outcome:
     """One strategy's row of the comparison.
 
     Args:
-        strategy: Its name. validation_loss: Nats per character on held-out files. step_seconds: The typical
-        step. communication_seconds: An all-reduce of all gradients, with nothing else going on.
-        hidden_estimate: Share of ``communication_seconds`` by which a step is not longer than computing
-        alone,
-            0 to 1; None if it cannot be told, because communication is too short beside computing, or a step
-            longer than both together.
-        hidden_in_timeline: Share of the communication that ran during a forward or backward pass, as
-        recorded;
-            None without a timeline.
+        strategy: Its name.
+        validation_loss: Nats per character on held-out files.
+        step_seconds: The typical step.
+        communication_seconds: An all-reduce of all gradients, with nothing else going on.
+        hidden_estimate: Share of ``communication_seconds`` that does not make the step longer, 0 to 1; None if it
+            cannot be told, because communication is too short beside computing, or a step is longer than both together.
+        hidden_in_timeline: Recorded share of the communication that ran during a forward or backward pass; None
+            without a timeline.
         ranks_agree: Whether all ranks ended with the same weights, bit for bit.
     """
 

@@ -19,7 +19,7 @@ class StepTimes(Callback):
     """Times every step from the end of the one before, so that nothing falls between two steps.
 
     Args:
-        report: Where each step is announced; None for a rank whose steps nobody follows.
+        report: Where each step is announced; None for a rank whose steps are not shown.
 
     Attributes:
         seconds: The durations; one less than there were steps.

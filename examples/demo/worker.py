@@ -1,7 +1,6 @@
 """One rank: trains as its run specification says, and reports. Started by the demo, not by hand.
 
-The training itself is ordinary Lightning code; that it runs under another strategy is one argument of the
-`Trainer`.
+The training itself is ordinary Lightning code; the strategy is one argument of the `Trainer`.
 """
 
 from __future__ import annotations

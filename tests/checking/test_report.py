@@ -149,7 +149,7 @@ def test_what_no_order_of_sums_changes_is_a_difference(change, headline: str, sa
 @pytest.mark.parametrize(
     ("strategy", "verdict", "code"), [("ddp", "unchecked", 2), ("configured", "fails", 1), ("strict", "fails", 1)]
 )
-def test_who_fails_is_told(strategy: str, verdict: str, code: int) -> None:
+def test_a_training_that_fails_is_reported(strategy: str, verdict: str, code: int) -> None:
     report = investigate(Trainings(error={strategy: "ValueError: boom"}), steps=10)
     assert report.verdict == verdict
     assert report.exit_code == code

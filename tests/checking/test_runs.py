@@ -18,14 +18,14 @@ from lightning_bytescheduler.checking.report import RankRecord, RunSpec, keep, k
 ORPHANED = """
 import os, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "pass"])
-os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody asks what with
+os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and its exit status is not read
 print(flush=True)
 sys.stdin.read()
 """
 
 
 def test_what_has_ended_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody collects orphans, as in a container, they stay in their group for good."""
+    """Where orphans are not reaped, as in a container, they stay in their group for good."""
     leader = subprocess.Popen(
         [sys.executable, "-c", ORPHANED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )

@@ -278,7 +278,7 @@ def test_what_follows_an_operation_is_part_of_it(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_failure_reaches_whoever_waits_and_all_that_comes_after(backend: str) -> None:
+def test_a_failure_reaches_those_that_wait_and_all_that_comes_after(backend: str) -> None:
     failure = RuntimeError("NCCL error: remote process exited")
     with Training(backend, 0) as training:
         training.group.link_open.clear()

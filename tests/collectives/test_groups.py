@@ -67,7 +67,7 @@ def die_while_groups_are_made(rank: int) -> str:
 
 
 @pytest.mark.skipif(not hasattr(dist.ProcessGroup, "set_timeout"), reason="this torch keeps the time of connecting")
-def test_a_rank_that_dies_while_groups_are_made_is_waited_for_no_longer_than_the_timeout() -> None:
+def test_the_wait_for_a_rank_that_dies_while_groups_are_made_ends_at_the_timeout() -> None:
     with RankPool(2) as pool:
         first, second = pool.run(die_while_groups_are_made)
     assert first != "made"
@@ -125,7 +125,7 @@ def test_a_training_ends_the_threads_of_those_before_it(two_plain_ranks: RankPoo
 
 
 def leave_early(rank: int) -> float:
-    """Leave while something is under way that nobody will join; returns how long that took, in seconds."""
+    """Leave while something is under way that no other rank will join; returns how long that took, in seconds."""
     join_default_group(rank)
     groups = SchedulerGroups.create(timeout=timedelta(seconds=WAIT))
     groups.warm_up(torch.device("cpu"))
@@ -146,7 +146,7 @@ def leave_early(rank: int) -> float:
     return took
 
 
-def test_leaving_does_not_wait_for_what_nobody_will_join() -> None:
+def test_leaving_does_not_wait_for_what_no_rank_will_join() -> None:
     # In processes of its own: what was abandoned stays for as long as they live.
     with RankPool(2) as pool:
         assert max(pool.run(leave_early)) < WAIT / 2

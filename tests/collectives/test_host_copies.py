@@ -64,7 +64,7 @@ def test_each_thread_has_a_stream_of_its_own_and_waits_for_that_alone(payloads: 
     assert seen[2] is seen[3] is not seen[0]
 
 
-def test_who_waits_for_the_device_learns_that_the_fit_has_ended(payloads: LatePayloads) -> None:
+def test_a_wait_for_the_device_learns_that_the_fit_has_ended(payloads: LatePayloads) -> None:
     raised: list[BaseException] = []
 
     def work() -> None:
@@ -83,7 +83,7 @@ def test_who_waits_for_the_device_learns_that_the_fit_has_ended(payloads: LatePa
     assert "encoded or decoded on the device" in str(raised[0])
 
 
-def test_what_fails_is_raised_and_waited_for_no_longer_than_a_moment(payloads: LatePayloads) -> None:
+def test_a_failure_is_raised_after_a_short_wait(payloads: LatePayloads) -> None:
     def fail() -> None:
         with payloads.working():
             payloads.fake.current_stream().enqueue(lambda: None, when=lambda: False)

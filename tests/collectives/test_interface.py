@@ -10,7 +10,7 @@ import pytest
 from lightning_bytescheduler.collectives import groups
 from lightning_bytescheduler.collectives.groups import VARIABLE, choose_interface
 
-MASTER = "192.0.2.10"  # an address for examples, which nobody has
+MASTER = "192.0.2.10"  # an address that is reserved for examples
 
 
 @pytest.fixture

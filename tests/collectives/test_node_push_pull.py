@@ -1,4 +1,4 @@
-"""Ranks of a node add up a part before one of them pushes it: in their order, in turns, and nobody waits for good."""
+"""Ranks of a node add up a part before one of them pushes it: in their order, in turns, and no rank waits forever."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def ended(started: StartedOperation) -> StartedOperation:
     return started
 
 
-def test_sums_are_formed_in_the_order_of_ranks_whoever_pushes(ranks: list[NodePushPull]) -> None:
+def test_sums_are_formed_in_the_order_of_ranks_whichever_rank_pushes(ranks: list[NodePushPull]) -> None:
     generator = torch.Generator().manual_seed(1)
     for number in range(1, 7):  # each rank of a node pushes two of them
         values = [torch.randn(1000, generator=generator) for _ in ranks]

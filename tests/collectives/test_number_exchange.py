@@ -95,5 +95,5 @@ def wait_in_vain(rank: int) -> str | None:
     return error
 
 
-def test_whoever_waits_comes_back_when_another_rank_has_failed(two_plain_ranks: RankPool) -> None:
+def test_a_wait_ends_when_another_rank_has_failed(two_plain_ranks: RankPool) -> None:
     assert two_plain_ranks.run(wait_in_vain) == [None, "rank 0 is gone"]

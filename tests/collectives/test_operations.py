@@ -1,4 +1,4 @@
-"""Every operation against what its name says, for parts of any size, and messages that nobody answers."""
+"""Every operation against what its name says, for parts of any size, and messages without an answer."""
 
 from __future__ import annotations
 

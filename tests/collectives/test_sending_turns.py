@@ -78,7 +78,7 @@ def test_a_stop_sends_nothing_more() -> None:
     assert not errors
 
 
-def test_who_needs_more_has_more_turns_evenly_spread() -> None:
+def test_a_receiver_that_needs_more_has_more_turns_evenly_spread() -> None:
     assert turns_by_need([3, 1, 2], [0.25] * 3) == [3, 1, 2], "as they are given"
     assert turns_by_need([4, 1, 2, 3], [1 / 3, 1 / 6, 1 / 6, 1 / 6]) == [1, 4, 2, 4, 3]
     turns = turns_by_need([4, 5, 1, 2, 3], [0.3, 0.3, 0.1, 0.1, 0.1])
@@ -87,7 +87,7 @@ def test_who_needs_more_has_more_turns_evenly_spread() -> None:
         at = [position for position, to in enumerate([*turns, *turns]) if to == receiver]
         assert max(b - a for a, b in itertools.pairwise(at)) == 3
     assert turns_by_need([4, 1], [0.9, 0.0]) == [4, 1], "a question may go to one that adds up nothing"
-    assert turns_by_need([4, 1], [0.999, 0.001]).count(4) == 8, "nobody waits for long"
+    assert turns_by_need([4, 1], [0.999, 0.001]).count(4) == 8, "no receiver waits for long"
     assert turns_by_need([], []) == []
 
 

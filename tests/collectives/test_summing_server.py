@@ -95,7 +95,7 @@ def leave(sides: list[PushPull]) -> None:
         thread.join()
 
 
-def test_sums_are_in_the_order_of_ranks_whoever_comes_first() -> None:
+def test_sums_are_in_the_order_of_ranks_whichever_comes_first() -> None:
     groups = world(3)
     server, sides = SummingServer(groups[3], range(3)), with_servers(groups)
     parts = [torch.randn(1000) for _ in range(3)]
@@ -120,7 +120,7 @@ def test_a_colocated_server_adds_up_what_its_own_worker_has_not_launched_before(
         for number in range(1, 7)
     }
     ends = []
-    for rank in (2, 1, 0):  # rank 0 comes last: what the others push to it is taken, and theirs goes on meanwhile
+    for rank in (2, 1, 0):  # rank 0 comes last: what the others push to it is taken, and theirs goes on in that time
         ends += [sides[rank].reduce(groups[rank], parts[rank, number], number, 1 / 3) for number in range(1, 7)]
     for end in ends:
         for work in end.works:
@@ -136,7 +136,7 @@ def test_a_push_unlike_the_other_ranks_is_refused(wrong: torch.Tensor) -> None:
     server = SummingServer(groups[2], range(2))
     # Each is a server besides, to which nothing goes.
     sides = [PushPull(group, range(2), PlacedParts(workers=2, servers=1)) for group in groups[:2]]
-    under_way = []  # what nobody holds may never be sent
+    under_way = []  # a message that is not kept may never be sent
     for side, part in zip(sides, (torch.zeros(4), wrong), strict=True):
         under_way.append(side.push(part, 1, 2))
     with pytest.raises(UnsupportedError, match=r"Rank \d pushes .* as operation 1, but rank \d pushes") as refused:
@@ -249,7 +249,7 @@ def test_a_server_takes_up_a_fit_that_has_its_servers() -> None:
     assert begun_after(store, 2) is None
 
 
-def test_who_does_not_come_to_connect_is_named() -> None:
+def test_a_process_that_does_not_connect_is_named() -> None:
     store, fit = dist.HashStore(), announced(workers=2, servers=1)
     with pytest.raises(SchedulerTimeoutError, match="ranks 1, 2 of 3 did not join"):
         connect(store, fit, [], rank=0, **{**PATIENT, "wait": 0.0})

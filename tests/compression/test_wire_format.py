@@ -121,7 +121,7 @@ def test_into_memory_that_is_there(dtype: str) -> None:
     assert torch.equal(payload, wire.encode(tensor, seed=7))
     assert wire.decode(message[8:], 301, out=found) is found
     assert torch.equal(found, wire.decode(payload.clone(), 301))
-    askew = torch.cat([message[:1], payload])[1:]  # as bytes may lie in what somebody else has received
+    askew = torch.cat([message[:1], payload])[1:]  # as bytes may lie in a received message
     assert torch.equal(wire.decode(askew, 301), found)
 
 
@@ -138,7 +138,7 @@ def test_the_largest_in_a_payload(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_payloads_are_read_side_by_side(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While another is made, and beside one that nobody reads to its end: no two share what they work in."""
+    """While another is encoded, and beside one that is not read to its end: none shares scratch memory."""
     monkeypatch.setattr(dense, "_CHUNK", 256)
     wire = WireFormat(dtype=dtype)
     tensors = [torch.randn(1000, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]

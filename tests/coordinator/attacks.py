@@ -227,7 +227,7 @@ class Attacker:
         elif wrong == 3:
             fragment = chance.choice([1, 7, 2**40])
         elif wrong == 4:
-            session = chance.choice(["", "0" * 32, "nobody", self._junk()])
+            session = chance.choice(["", "0" * 32, "stranger", self._junk()])
         elif wrong == 5:
             names = [protocol.SAMPLES_HEADER, protocol.STEPS_HEADER, protocol.ROUND_SAMPLES_HEADER]
             junk = [one for one in _JUNK if one not in ("0", "") and one.isprintable()]
@@ -248,16 +248,16 @@ class Attacker:
             raise Failure(f"an update was taken in spite of fault {wrong}: {self._said!r}")
 
     async def wrong_state(self) -> None:
-        """Weights that nobody has asked for."""
+        """Weights that were not asked for."""
         body = self._chance.choice([b"", self._bytes(5000), (10**18).to_bytes(8, "little") + b"{}", b"\x80\x04N."])
         status = await self._ask(
             "PUT", protocol.STATE_PATH, self._headers(self._chance.choice(["anna", "mallory"])), body
         )
         if status == 200:
-            raise Failure("weights were taken that nobody has asked for")
+            raise Failure("weights were taken that were not asked for")
 
     async def wrong_slices(self) -> None:
-        """Messages about slices that are none, or of a session that is somebody else's."""
+        """Invalid messages about slices, or messages with another worker's session."""
         calls: list[slice_messages.Call] = [
             slice_messages.JoinTracker(worker="anna", incarnation="x"),
             slice_messages.RequestSlice(session=1, epoch=0),
@@ -304,7 +304,7 @@ class Attacker:
     # ── WebSocket ───────────────────────────────────────────────────────────
 
     def _mutated(self, text: str, accepted: Callable[[str], bool]) -> str:
-        """A message that is none any more."""
+        """Return ``text``, changed so that it is not a valid message."""
         while True:
             changed = self._changed(text)
             try:

@@ -1,10 +1,10 @@
 """A coordinator under fire: malformed, oversized, replayed, half-sent and slow messages on every route.
 
 ``python -m tests.coordinator.fuzz --messages 100000`` runs a coordinator with a state, slices of data and an
-honest worker, sends it that many messages which are all wrong in some way, and then has the worker finish its round.
+honest worker, sends it that many wrong messages, and then lets the worker finish its round.
 It fails if the coordinator fails or answers with an error of its own, if anything of the run's state has changed, if
-memory has grown, or if a saved state does not load. Senders have no token, a wrong one, no session, somebody's, or one
-of their own: who has a token may still say nothing but what the protocol allows.
+memory has grown, or if a saved state does not load. Senders have no token, a wrong one, no session, another worker's,
+or their own: with a token, too, a sender may say only what the protocol allows.
 """
 
 from __future__ import annotations

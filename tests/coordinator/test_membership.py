@@ -87,7 +87,7 @@ def test_a_lease_is_renewed_by_signs_of_life_and_runs_out() -> None:
     assert members.expire(16.0) == (one,)
 
 
-def test_a_join_gives_nobody_up_unheard() -> None:
+def test_a_join_gives_up_no_member_unheard() -> None:
     members = membership()
     one = members.join(hello("one"), 0.0)
     members.join(hello("two"), 50.0)
@@ -103,7 +103,7 @@ def test_a_name_is_kept_for_the_one_who_was_given_up() -> None:
     assert members.join(hello(session=one.session), 12.0) is one
     assert [member.name for member in members] == ["host-2", "host"]
     members.expire(22.0)
-    assert members.join(hello(), 52.0).name == "host"  # nobody has it any more
+    assert members.join(hello(), 52.0).name == "host"  # the name is free again
     assert members.join(hello(session=one.session), 52.0).session != one.session
 
 
@@ -173,12 +173,12 @@ def test_another_one_leads_once_the_leader_is_silent_and_is_named_once(caplog: p
     assert "a has no connection, and was not heard of for 3 s" in line
     assert "After 10 s it is given up" in line
     members.join(hello(session=a.session), 5.0)
-    assert members.leader == "b"  # one leads, and whoever comes back is told that it does not
+    assert members.leader == "b"  # one leads, and a leader that comes back is told that it does not
     members.disconnect(a)
     assert members.fall_silent(8.0) == (a,)
 
 
-def test_who_is_silent_leads_on_while_nobody_else_can(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_silent_leader_leads_on_while_no_other_member_can(caplog: pytest.LogCaptureFixture) -> None:
     members = membership(silence=3.0)
     a, b = (members.join(hello(name), 0.0) for name in "ab")
     members.disconnect(a)

@@ -52,7 +52,7 @@ from tests.coordinator.small_worker import SmallWorker, described
         ),
     ],
 )
-def test_who_does_not_fit_hears_what_differs(changes: dict[str, Any], reason: str) -> None:
+def test_a_worker_that_does_not_fit_hears_what_differs(changes: dict[str, Any], reason: str) -> None:
     async def work(one: SmallWorker, other: SmallWorker) -> None:
         await one.join()
         answer = await other.hello(**changes)
@@ -194,7 +194,7 @@ def test_an_update_that_was_announced_is_added_whatever_else_fails(monkeypatch: 
 
     def fails(message: messages.FromWorker, *, now: float) -> None:
         if isinstance(message, messages.PseudoGradientArrived):
-            raise RuntimeError("as nobody expects")
+            raise RuntimeError("unexpected")
 
     with CoordinatorServer(options_of()) as server:
         in_a_run(server, 1, work)
@@ -313,7 +313,7 @@ def test_another_worker_gives_the_weights_if_the_first_one_dies() -> None:
         in_a_run(server, 2, work)
 
 
-def test_without_the_token_nobody_gets_in() -> None:
+def test_without_the_token_no_client_gets_in() -> None:
     async def work(one: SmallWorker) -> None:
         for path in (protocol.WORKER_PATH, protocol.STATE_PATH, protocol.STATUS_PATH, protocol.METRICS_PATH):
             async with one.http.get(one.url + path) as response:

@@ -43,7 +43,7 @@ def test_a_refused_websocket_is_let_go():
 def test_a_connection_that_answers_no_ping_has_not_said_anything_wrong():
     async def work(one: SmallWorker) -> None:
         await one.hello()
-        while server.status().workers[0].connected:  # nobody reads, so nobody answers
+        while server.status().workers[0].connected:  # the worker does not read, so it does not answer
             await asyncio.sleep(0.05)
 
     with CoordinatorServer(options_of(lease=1.2)) as server:

@@ -131,7 +131,7 @@ def test_the_first_weights_may_come_with_momentum() -> None:
         in_a_run(server, 2, work)
 
 
-def test_who_was_away_follows_mean_by_mean_or_takes_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_was_away_follows_mean_by_mean_or_takes_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(one: SmallWorker, other: SmallWorker) -> None:
         await join_all(one, other)
         await one_round(one, other)

@@ -236,13 +236,13 @@ def test_an_update_that_was_under_way_when_its_worker_left_counts() -> None:
     played.run.sending(offer, played.now)
     played.say(other, messages.LeaveRounds(worker="other"))
     played.run.arrived(offer, played.now, Place(20))
-    played.say(one, messages.LeaveRounds(worker="one"))  # so that nobody else's is part of the round
+    played.say(one, messages.LeaveRounds(worker="one"))  # so that no other update is part of the round
     assert [(merge.round, merge.counts) for merge in played.merges] == [(2, True)]
     played.merge()
     assert played.run.samples == 120
 
 
-def test_who_fetches_weights_and_answers_pings_is_counted_on() -> None:
+def test_a_worker_that_fetches_weights_and_answers_pings_is_counted_on() -> None:
     played, one, other = begun()
     for _ in range(4):
         played.now += played.run.options.rounds.silent_after

@@ -1,4 +1,4 @@
-"""A coordinator's process collects garbage where nobody waits for an answer."""
+"""A coordinator's process collects garbage while no request waits for an answer."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_slices_of_a_worker_that_stands_still_are_handed_out_again(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_who_answers_no_ping_as_a_round_begins_stands_still(tmp_path: Path) -> None:
+def test_a_worker_that_answers_no_ping_as_a_round_begins_stands_still(tmp_path: Path) -> None:
     """It may say nothing while it gets weights; if its link is cut, it answers no ping either."""
     rows = make_rows(tmp_path / "rows", [10, 10])
     options = CoordinatorOptions(
@@ -187,7 +187,7 @@ def test_what_a_silent_member_holds_by_a_saved_state_comes_back_when_it_was_awai
     assert not after.tracker._workers
 
 
-def test_who_has_left_while_it_asked_gets_no_slice(tmp_path: Path) -> None:
+def test_a_worker_that_left_while_it_asked_gets_no_slice(tmp_path: Path) -> None:
     slices = SliceRoutes([make_rows(tmp_path / "rows", [10])])
     handed = asyncio.Event()
 

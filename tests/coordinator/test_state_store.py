@@ -205,7 +205,7 @@ def test_the_newest_state_wins_where_saving_is_slow_and_a_stop_saves_the_last(st
         store.save(a_state(version))
     assert not store.close(0.01)
     assert store.failure is not None
-    store.save(a_state(5))  # closed: nobody waits for it
+    store.save(a_state(5))  # closed: no call waits for it
     go_on.set()
     assert store.close()
     assert published == ["state-0000000001.safetensors", "state-0000000004.safetensors"]
@@ -244,6 +244,6 @@ def test_one_that_is_killed_does_not_keep_the_state_from_the_next(tmp_path):
 
 def test_what_is_no_place_for_a_state(tmp_path):
     (tmp_path / "file").write_text("")
-    for wrong in ("", "nobody://x", str(tmp_path / "file"), str(tmp_path / "file" / "below")):
+    for wrong in ("", "unknown://x", str(tmp_path / "file"), str(tmp_path / "file" / "below")):
         with pytest.raises(OptionError, match="state="):
             StateStore(wrong)

@@ -156,5 +156,5 @@ def test_participation_is_the_share_of_live_workers_that_are_merged() -> None:
     record = RoundRecord(round=1, start=0.0, end=9.0, decided=None, workers=workers)
     ended = summary_of(record, 0.0, live=4)
     assert (ended.merged, ended.live, ended.participation) == (2, 4, 0.5)
-    nobody = summary_of(msgspec.structs.replace(record, workers=()), 0.0, live=0)
-    assert nobody.participation == 0.0
+    empty = summary_of(msgspec.structs.replace(record, workers=()), 0.0, live=0)
+    assert empty.participation == 0.0

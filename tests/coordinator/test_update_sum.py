@@ -61,7 +61,7 @@ def mean_of(sums: UpdateSum, pieced: PiecedFormat) -> Tensor:
     return asyncio.run(encode())
 
 
-def test_who_finds_no_room_waits_until_some_is_given_back() -> None:
+def test_an_update_without_room_waits_until_some_is_given_back() -> None:
     async def work() -> None:
         with ThreadPoolExecutor(1) as executor:
             room = UploadRoom(10, executor)

@@ -173,6 +173,6 @@ def _no_wait(stream: Any, other: Any) -> None:
 
 
 @on_cuda
-def test_whoever_opens_a_gate_on_another_stream_waits_for_the_step(one_rank: RankPool) -> None:
+def test_opening_a_gate_on_another_stream_waits_for_the_step(one_rank: RankPool) -> None:
     assert one_rank.run(read_beside, waits=True) == [True]
     assert one_rank.run(read_beside, waits=False) == [False]

@@ -47,7 +47,7 @@ def trainer_with(rank: int, strategy: ByteSchedulerStrategy, **options: Any) -> 
 
 @contextmanager
 def said() -> Iterator[list[str]]:
-    """What this package says meanwhile, line by line."""
+    """What this package logs inside the block, line by line."""
     lines: list[str] = []
 
     class Keeps(logging.Handler):

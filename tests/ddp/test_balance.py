@@ -113,7 +113,7 @@ paces = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=9)
 
 
 @given(paces, st.integers(0, 1000))
-def test_all_is_shared_out_and_nobody_goes_without(seconds: list[float], more: int) -> None:
+def test_all_is_shared_out_and_no_rank_goes_without(seconds: list[float], more: int) -> None:
     total = len(seconds) + more
     shares = shares_by_pace(total, seconds, [total] * len(seconds))
     assert sum(shares) == total

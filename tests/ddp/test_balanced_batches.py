@@ -126,7 +126,7 @@ def test_nothing_is_drawn_before_it_is_known_where_the_epoch_stands() -> None:
     assert sampler.size_of(2) == 2
 
 
-def test_who_waits_for_a_rank_that_has_failed_hears_of_it() -> None:
+def test_a_wait_for_a_rank_that_has_failed_hears_of_it() -> None:
     shares = Balance(4, 2, ahead=2, failure=lambda: ValueError("it is gone"))
     shares.add(PostedNumbers())
     with pytest.raises(ValueError, match="it is gone"):
@@ -170,7 +170,7 @@ def test_shares_follow_pace_and_every_sample_is_used_once(paced: list[Seen]) -> 
 
 
 def test_the_training_does_not_depend_on_the_shares(two_ranks: RankPool, paced: list[Seen]) -> None:
-    """It is one process's on the same batches, whoever computes which part of them."""
+    """It is that of one process on the same batches, whichever rank computes which part."""
     equal = two_ranks.run(fit_balanced, size=SIZE, seconds=[1.0, 1.0], epochs=3, trainer=ANEW)[0]
     unequal = paced[0]
     assert (unequal.changes, equal.changes) == (1, 0)

@@ -239,7 +239,7 @@ def test_what_was_applied_and_what_is_left_add_up_to_the_gradients(
 
 @pytest.mark.parametrize("job", ["weighted", "weighted, in shards"])
 def test_what_ranks_count_is_counted_once(results: dict[str, list[Result]], job: str) -> None:
-    """What is left of a step counts as in that step, not as in the one that it travels with."""
+    """A step's residual has that step's weight, not the weight of the step that it travels with."""
     ours = results[job]
     applied = np.sum([mean.astype(np.float64) for mean in ours[0].means], axis=0)
     gradients = np.sum(

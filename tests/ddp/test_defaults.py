@@ -58,5 +58,5 @@ def test_the_defaults_of_diloco() -> None:
     assert options.rounds(1800.0).quorum == 0.0  # all live, or the job ends
 
 
-def test_whoever_is_missing_is_named_after_half_a_minute() -> None:
+def test_missing_ranks_are_named_after_half_a_minute() -> None:
     assert rendezvous._WARN_S == 30.0

@@ -231,8 +231,8 @@ def test_what_is_done_to_the_optimizer_later_does_not_reach_a_step_that_is_due(c
     assert optimizer.param_groups is groups
 
 
-def test_nobody_sees_the_groups_of_a_part() -> None:
-    """A schedule that another thread steps meanwhile writes to the groups that it finds."""
+def test_the_groups_of_a_part_are_not_seen_outside() -> None:
+    """A schedule that another thread steps during the update writes to the groups that it finds."""
     weight, optimizer = sgd()
 
     class Gradient(torch.Tensor):
@@ -336,7 +336,7 @@ def test_others_are_not(optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 @pytest.mark.parametrize("parent_first", [True, False])
-def test_a_subclass_that_keeps_step_is_known_whoever_is_made_first(parent_first: bool) -> None:
+def test_a_subclass_that_keeps_step_is_known_whichever_is_made_first(parent_first: bool) -> None:
     # Before its first instance, a class's step carries no wrapper for hooks; whose first instance comes first decides
     # which class gets it.
     parent = inheriting(AdamW)

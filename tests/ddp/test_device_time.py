@@ -105,7 +105,7 @@ def test_a_pass_that_sends_nothing_ends_when_it_returns(device: Device, timed: D
     assert timed.latest() == [2, 5_000_000]
 
 
-def test_a_pass_that_nobody_began_is_none(device: Device, timed: DeviceTime) -> None:
+def test_a_pass_that_was_not_begun_is_none(device: Device, timed: DeviceTime) -> None:
     timed.gradient_exists()
     timed.end(samples=1)
     device.run()

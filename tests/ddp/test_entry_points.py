@@ -1,4 +1,4 @@
-"""Functions that take parameters without a touch find them updated; none takes a step into what it makes."""
+"""Functions that read parameters without touching them see the update, and none records it in its result."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_reading_weights_opens_nothing_that_is_not_read() -> None:
 
 
 def test_a_step_that_is_taken_while_something_is_traced_is_no_part_of_it() -> None:
-    """Should a gate close in there, though tracing began with all open."""
+    """Even if a gate closes during tracing, which begins with all open."""
     parameter = nn.Parameter(torch.ones(2))
 
     def traced(inputs: Tensor) -> Tensor:
@@ -317,7 +317,7 @@ def test_a_step_is_not_traced() -> None:
 
 
 class Labelled(Tensor):
-    """A class of tensors of somebody else's; what it takes part in is of that class."""
+    """A third-party tensor class; results that involve it are of that class."""
 
 
 def test_other_classes_have_their_say_while_gradients_travel() -> None:
@@ -364,7 +364,7 @@ def test_what_was_replaced_is_put_back(entry_points: Callable[[], None]) -> None
     assert torch.overrides.has_torch_function is torch._C._has_torch_function
 
 
-def test_what_somebody_has_replaced_since_is_left_alone(
+def test_a_later_replacement_by_other_code_is_left_alone(
     entry_points: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def theirs(self: nn.Module, set_to_none: bool = True) -> None:
@@ -379,8 +379,8 @@ def test_what_somebody_has_replaced_since_is_left_alone(
     nn.Module.zero_grad = before.__wrapped__  # type: ignore[method-assign, attr-defined]
 
 
-def test_what_somebody_has_put_back_does_not_call_itself(entry_points: Callable[[], None]) -> None:
-    """As a mock does that was begun in a fit and ends after it; the next fit finds the last one's replacement."""
+def test_a_function_that_other_code_put_back_does_not_call_itself(entry_points: Callable[[], None]) -> None:
+    """A mock that starts in a fit and ends after it does this: the next fit finds the last one's replacement."""
     owner, name = watched_at._OWNER, watched_at._NAME
     with patch.object(owner, name):
         entry_points()

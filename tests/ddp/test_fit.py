@@ -1,4 +1,4 @@
-"""Backward passes that end in an error, or that another thread takes meanwhile."""
+"""Backward passes that end in an error, or that another thread takes at the same time."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_pytorch_is_left_as_it_was_when_the_last_user_ends() -> None:
     assert vars(OWNER)[NAME] is before
 
 
-def test_what_somebody_else_put_there_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replacement_by_other_code_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OWNER, NAME, vars(OWNER)[NAME])
     leave = watch()
     theirs = lambda args: args  # noqa: E731

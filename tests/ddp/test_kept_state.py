@@ -44,7 +44,7 @@ def test_an_optimizer_alone_with_its_state(kind: type[Optimizer]) -> None:
         lambda optimizer: next(iter(optimizer.state.values()))["step"],
     ],
 )
-def test_whoever_keeps_it_is_found_as_long_as_he_does(keep: Callable[[Any], Any]) -> None:
+def test_an_object_that_keeps_it_is_found_as_long_as_it_does(keep: Callable[[Any], Any]) -> None:
     optimizer = stepped(Adam)
     kept = keep(optimizer)
     assert state_is_kept(optimizer)

@@ -108,7 +108,7 @@ class NeverKnown:
     """What this rank counts, where another one fails before it has said its number."""
 
     def wait(self, failure: Any) -> None:
-        raise failure() or AssertionError("nobody would end this wait")
+        raise failure() or AssertionError("nothing would end this wait")
 
 
 def test_numbers_that_never_come_are_not_waited_for() -> None:

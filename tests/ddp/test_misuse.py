@@ -211,7 +211,7 @@ def test_what_a_config_names_without_need_does_not_reach_ddp() -> None:
     assert not {"module", "device_ids", "output_device", "process_group"} & set(options)
 
 
-def test_a_variable_that_nobody_reads_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_nothing_reads_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_strategy, "_said", set())
     monkeypatch.setenv("BYTESCHEDULER_CREDITS", "4")
     with pytest.warns(UserWarning, match="BYTESCHEDULER_CREDITS has no meaning here. Did you mean 'BYTESCHEDULER_CRE"):

@@ -22,7 +22,7 @@ from tests.ddp.routes import idle_wire
 
 
 class Listener(SeenReads):
-    """Notes what it is told, and whether another thread can get at the steps meanwhile."""
+    """Notes what it is told, and whether another thread can get at the steps at that time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_a_touch_updates_and_opens_and_tells_without_the_lock(step: OverlappedSt
 def test_a_step_that_is_taken_while_somebody_waits_is_the_trainings(
     step: OverlappedStep, parameter: nn.Parameter
 ) -> None:
-    """On a GPU: whoever waits may be on a stream of their own."""
+    """On a GPU the waiting thread may use a stream of its own."""
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     update = arrived(step, parameter)
     update.close_gate()

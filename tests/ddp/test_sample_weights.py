@@ -255,7 +255,7 @@ def test_batches_of_a_step_count_by_their_samples() -> None:
     assert step_of(weights).factor == 5 / 10, "the next step counts anew"
 
 
-def test_a_backward_pass_that_nobody_told_of_counts_by_the_last_batch() -> None:
+def test_a_backward_pass_that_was_not_announced_counts_by_the_last_batch() -> None:
     weights = weights_of([2], [6])
     assert weights.begin_step() is weights.equal
     weights.begin_batch("batch")

@@ -1,4 +1,4 @@
-"""Steps are timed by the clock on a CPU, and on a GPU by its own events, which nobody waits for before they count."""
+"""Steps are timed by the clock on a CPU, and on a GPU by its own events, which are read only once they have passed."""
 
 from __future__ import annotations
 

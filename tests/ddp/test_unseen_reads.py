@@ -58,7 +58,7 @@ def same(found: list[nn.Parameter], expected: list[nn.Parameter]) -> bool:
     return [id(p) for p in found] == [id(p) for p in expected]
 
 
-def test_a_gradient_of_what_nobody_touched_gives_the_read_away(pair: Pair) -> None:
+def test_a_gradient_of_an_untouched_parameter_gives_the_read_away(pair: Pair) -> None:
     used, unused = pair
     reads = reads_of(pair, step=2)
     end_forward(reads, [used, unused])

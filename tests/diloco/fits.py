@@ -223,7 +223,7 @@ def fit_diloco(
 
 
 def fit_alone(rank: int, **arguments: Any) -> Result | None:
-    """On rank 0, as if nobody else was there."""
+    """On rank 0, as if it were the only one."""
     alone = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     with patch.dict(os.environ, alone):
         return fit_diloco(rank, devices=1, **arguments) if rank == 0 else None

@@ -69,7 +69,7 @@ def test_doubled_old_and_overtaken_messages_change_nothing() -> None:
         PseudoGradientArrived(worker="a", round=0),
         SendingPseudoGradient(worker="a", round=0, steps=99, samples=99),
         JoinRounds(worker="a"),
-        LeaveRounds(worker="nobody"),
+        LeaveRounds(worker="unknown"),
     ):
         bench.say(message)
         assert (bench.scheduler.rounds_over, bench.scheduler.left) == before, message
@@ -173,7 +173,7 @@ def test_a_joiner_waits_for_the_next_round_if_the_end_is_decided() -> None:
 
 
 @pytest.mark.parametrize("target", [SampleTarget(100), FastestSteps(100)])
-def test_nobody_waits_for_the_first_step_of_one_who_has_begun_late(target: RoundTarget) -> None:
+def test_no_worker_waits_for_the_first_step_of_one_that_has_begun_late(target: RoundTarget) -> None:
     bench = Bench(target)
     bench.start("a")
     bench.steps(20, "a")
@@ -278,7 +278,7 @@ def test_a_worker_may_ask_for_the_end_of_a_round(target: RoundTarget, after: int
 
 
 def test_time_is_told_by_ticks() -> None:
-    """Nobody says a word, and still the round ends: a worker is silent after three steps and ten seconds."""
+    """The round ends without any message: a worker is silent after three steps and ten seconds."""
     bench = Bench()
     bench.start("a")
     bench.steps(5, "a")

@@ -114,7 +114,7 @@ def test_after_a_restart_the_steps_of_the_open_round_count() -> None:
     assert again.scheduler.left == 58
     again.say(again.report("b", 23))
     assert again.scheduler.left == 57
-    # Another round's steps do not count, and whoever joins with none begins with none.
+    # Steps of another round do not count, and a worker that joins without steps begins without.
     assert again.say(JoinRounds(worker="c", round=7, steps=5, samples=5)) == {"c": [StartRound(round=1)]}
     assert again.say(JoinRounds(worker="d")) == {"d": [StartRound(round=1)]}
     assert again.scheduler.left == 57
@@ -228,7 +228,7 @@ def test_a_round_ends_without_one_who_pauses_and_it_starts_with_what_it_can() ->
     bench.now += 1000.0
     bench.say(RoundStarted(worker="b", round=2))
     bench.steps(5, "b")
-    # Its speed is known, and nobody has to wait for what it does, so that it need not wait for a round.
+    # Its speed is known and no worker waits for its steps, so it need not wait for the next round.
     assert bench.say(JoinRounds(worker="a")) == {"a": [StartRound(round=2)]}
 
 
@@ -281,7 +281,7 @@ def test_it_pays_to_wait_until_the_others_have_lost_as_much() -> None:
 
 @pytest.mark.parametrize(("others", "waited"), [("b", 50.0), ("bc", 17.0)])
 def test_automatic_grace_follows_what_waiting_would_bring(others: str, waited: float) -> None:
-    """From the decision on, three steps before the end. Nobody has been waited for before: 60 s would be the most."""
+    """From the decision on, three steps before the end. No wait came before it: 60 s would be the most."""
     bench = Bench(start_workers=1 + len(others), grace="auto", silent_after=1000.0, quorum=0.0)
     bench.start("a", *others)
     steps = 100 // (1 + len(others)) + (others == "bc")
@@ -299,7 +299,7 @@ def test_automatic_grace_follows_what_waiting_would_bring(others: str, waited: f
     assert bench.records[0].merged == tuple(others)
 
 
-def test_automatic_grace_is_bounded_where_nobody_is_idle() -> None:
+def test_automatic_grace_is_bounded_where_no_worker_is_idle() -> None:
     bench = Bench(start_workers=1, grace="auto", silent_after=10_000.0)
     bench.start("a")
     bench.steps(97, "a")
@@ -360,8 +360,8 @@ def test_one_who_waits_for_large_weights_is_not_silent() -> None:
     bench.say(RoundStarted(worker="a", round=2))
     assert bench.scheduler.next_tick == bench.now + 3.0 + 10.0
     bench.now += 5.0
-    bench.scheduler.note_alive("a", now=bench.now)  # whoever trains is to report steps
-    bench.scheduler.note_alive("nobody", now=bench.now)
+    bench.scheduler.note_alive("a", now=bench.now)  # a worker that trains reports steps
+    bench.scheduler.note_alive("unknown", now=bench.now)
     assert bench.scheduler.next_tick == bench.now - 5.0 + 3.0 + 10.0
 
 
@@ -397,7 +397,7 @@ def test_a_round_whose_end_is_decided_is_not_lost_while_all_pause() -> None:
     assert bench.records[0].samples == 100
 
 
-def test_nobody_else_waits_for_one_who_pauses() -> None:
+def test_no_other_worker_waits_for_one_that_pauses() -> None:
     bench = Bench(start_workers=2, grace=5.0)
     bench.start("a", "b")
     bench.steps(47, "a", "b")

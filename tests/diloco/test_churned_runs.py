@@ -1,6 +1,6 @@
 """Whole runs in which workers die, sleep, leave, come back and join, and the scheduler is restarted.
 
-Every round ends, nobody waits for one that is gone beyond the time that was announced, and samples count once.
+Every round ends, no worker waits for a dead one beyond the announced time, and samples count once.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ targets = st.one_of(
     restarts=st.lists(st.floats(0, 60), max_size=2).map(tuple),
     seed=st.integers(0, 10_000),
 )
-def test_every_round_ends_whoever_dies_sleeps_or_comes_back(
+def test_every_round_ends_whichever_worker_dies_sleeps_or_comes_back(
     crowd: list[Machine],
     target: RoundTarget,
     grace: float,

@@ -1,4 +1,4 @@
-"""What a rank of a coordinator's run hears of its own end, and of others', while it begins."""
+"""A rank of a coordinator's run learns of failures, its own and others', while it starts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_rank_that_fails_before_there_is_a_session_ends_it() -> None:
 def test_a_coordinator_that_is_gone_as_soon_as_it_has_answered_is_waited_for_within_bounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What was heard of it is enough to go on with; the wait for it to come back is the session's, and has an end."""
+    """Its answer is enough to go on. The session waits for it to come back, for a bounded time."""
 
     class Gone:
         error = None
@@ -100,8 +100,8 @@ def test_a_coordinator_that_is_gone_as_soon_as_it_has_answered_is_waited_for_wit
         assert (runtime.worker, runtime.leads) == ("bert", True)
 
 
-def test_who_waits_for_an_answer_hears_what_has_ended_the_connection() -> None:
-    """Not that it was closed, which says nothing of the cause."""
+def test_a_wait_for_an_answer_says_what_has_ended_the_connection() -> None:
+    """Not only that it was closed, which hides the cause."""
     cause = ValueError("cannot be taken in")
     welcomed, ended = threading.Event(), threading.Event()
 
@@ -140,7 +140,7 @@ def test_who_waits_for_an_answer_hears_what_has_ended_the_connection() -> None:
 
 
 def test_work_that_comes_as_the_thread_ends_is_refused() -> None:
-    """Its loop takes it in, and does not run any more."""
+    """The loop accepts it, but has stopped running."""
     too_late: list[Any] = []
     with CoordinatorServer(coordinator_options(inner_steps=5)) as server, beginning(server.url) as runtime:
         runtime.connect()

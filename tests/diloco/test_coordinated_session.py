@@ -299,7 +299,7 @@ def test_training_goes_on_while_the_coordinator_is_away(serve: Any, stack: ExitS
     link.heal()
     worker.checked()
     assert worker.version == 10 > version
-    # All that it did meanwhile was one round: no sample of it was lost.
+    # In that time it did one round: no sample of it was lost.
     assert server.call(lambda: server.service.run.samples) == 2 * worker.taken
 
 
@@ -408,7 +408,7 @@ def test_what_a_worker_could_not_send_at_its_end_is_said(
     assert all(map(torch.equal, worker.weights, worker.uninterrupted(without={10, 11, 12})))
 
 
-def test_a_worker_that_is_to_end_soon_waits_no_longer_for_a_coordinator_that_is_away(
+def test_a_worker_that_is_to_end_soon_stops_waiting_for_a_coordinator_that_is_away(
     ends_alone: EndsAlone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A SIGTERM may come in the wait."""
@@ -455,7 +455,7 @@ def test_a_coordinator_that_knows_nothing_gets_the_weights_from_a_worker(serve: 
         ({"width": 6}, "its parameter 0 is"),
     ],
 )
-def test_who_does_not_fit_is_told_what_differs(options: dict[str, Any], says: str, serve: Any) -> None:
+def test_a_worker_that_does_not_fit_is_told_what_differs(options: dict[str, Any], says: str, serve: Any) -> None:
     server = serve(inner_steps=5, outer_steps=20)
     first = ThreadWorker(server.url, "first")
     until(lambda: first.version >= 1, "the first round")
@@ -478,7 +478,7 @@ def test_a_wrong_token_is_said_and_never_shown(serve: Any, tmp_path: Any) -> Non
     assert ThreadWorker(server.url, "worker", token_file=str(file)).checked().version == 1
 
 
-def test_nobody_there_is_said_in_time(serve: Any) -> None:
+def test_an_absent_coordinator_is_named_in_time(serve: Any) -> None:
     server = serve()
     server.close()
     with pytest.raises(SchedulerTimeoutError, match=r"No coordinator answered at http://127\.0\.0\.1"):

@@ -106,10 +106,10 @@ def test_a_worker_without_a_slice_takes_part_before_its_first_batch(diloco_ranks
     assert sorted(map(bool, batches)) == [False, True]
 
 
-def test_nobody_waits_at_the_end_of_an_epoch_for_a_slice_that_somebody_has(
+def test_no_worker_waits_at_the_end_of_an_epoch_for_a_slice_that_another_one_has(
     diloco_ranks: RankPool, tmp_path: Path, rows: str
 ) -> None:
-    """A member in no hurry has begun one of the first epoch; the workers train on all of the next one meanwhile."""
+    """A member in no hurry has begun one of the first epoch; the workers train on all of the next one in that time."""
     slices = SliceRoutes([rows])
     session, held = hold_slice(slices, "ghost", epoch=0)
     begins = ReportProgress(session=session, grant=held.grant, trained=0)
@@ -288,7 +288,7 @@ def tracker_of(*answers: Answer, timeout: float = 30.0) -> CoordinatedSlices:
 
 
 def test_a_worker_that_was_given_up_joins_again() -> None:
-    """Its steps go on meanwhile, and what it held has gone to others."""
+    """Its steps go on, and the slices that it held have gone to others."""
     tracker = tracker_of(GIVEN_UP, GIVEN_UP)
     assert tracker.answer(ReportProgress(session=1, grant=1, trained=3)) == JoinAgain()
     assert tracker.answer(RequestSlice(session=1, epoch=0)) == JoinAgain()
@@ -305,8 +305,8 @@ def test_a_worker_that_is_not_let_in_again_says_so() -> None:
         refusing.answer(RequestSlice(session=1, epoch=0))
 
 
-def test_who_asks_for_slices_hears_what_has_ended_the_training() -> None:
-    """Not that the connection ended, or that there was no answer for as long as nobody has waited."""
+def test_a_request_for_slices_says_what_has_ended_the_training() -> None:
+    """Not that the connection ended, or that no answer came in a time that has not passed."""
 
     class Ended(Answering):
         def start(self, answer: Answer) -> Future[Answer]:

@@ -103,7 +103,7 @@ class Worker:
         pass
 
     def _hello(self, worker: str, session: str) -> Hello:
-        raise RuntimeError("There is nobody to greet.")
+        raise RuntimeError("There is no hello.")
 
     def fail(self, error: BaseException) -> None:
         self.error = error

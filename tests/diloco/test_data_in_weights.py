@@ -171,7 +171,7 @@ def test_a_limit_ends_an_epoch_before_its_data_do(
 def test_what_a_dead_worker_said_that_it_has_trained_on_is_trained_on(
     diloco_ranks: RankPool, tmp_path: Path, rows: str
 ) -> None:
-    """It dies in the last epoch, when the others have nothing else to do any more: they take one more epoch."""
+    """It dies in the last epoch, when the others have nothing else left to do: they take one more epoch."""
     slices = SliceRoutes([rows])
     tracker = slices.tracker
     session = tracker.join(JoinTracker(worker="dies", incarnation="1")).session

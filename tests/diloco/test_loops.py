@@ -158,7 +158,7 @@ class StopsRankZeroAfterValidation(Callback):
 
 
 @pytest.mark.parametrize("stops", [pytest.param(StopsRankOne, marks=pytest.mark.slow), StopsRankZeroAfterValidation])
-def test_who_stops_stops_all(stops: Any, diloco_ranks: RankPool, tmp_path: Path) -> None:
+def test_one_worker_that_stops_stops_all(stops: Any, diloco_ranks: RankPool, tmp_path: Path) -> None:
     results = fit(diloco_ranks, tmp_path, max_steps=500, callbacks=(stops,), limit_val_batches=1, val_check_interval=8)
     assert max(result.global_step for result in results) < 100
     assert same_weights(results)

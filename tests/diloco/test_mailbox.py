@@ -96,7 +96,7 @@ def test_an_answer_may_be_larger_than_a_value_of_the_store(store: dist.Store, se
     assert call(caller_of(store), "long") == "gnol" * 3_000_000
 
 
-def test_nobody_answers(store: dist.Store) -> None:
+def test_no_rank_answers(store: dist.Store) -> None:
     with pytest.raises(SchedulerTimeoutError, match="No answer came at 'here' for 0 s"):
         Caller(store, sender="worker1", timeout=0, check=nothing).call("here", "a")
 

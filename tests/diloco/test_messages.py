@@ -92,7 +92,7 @@ def test_what_is_no_message_is_refused(text: str) -> None:
         decode(text)
 
 
-def test_who_sent_it_and_which_field_are_named() -> None:
+def test_the_sender_and_the_field_are_named() -> None:
     with pytest.raises(
         OptionError, match=r"message of worker3=.* is not allowed: .*Expected `int` >= 0 - at `\$\.round`"
     ):

@@ -12,7 +12,7 @@ from lightning_bytescheduler import OptionError, PerformanceMonitor
 
 
 class Strategy:
-    """As far as the monitor knows it."""
+    """What the monitor uses of a strategy."""
 
     def report_batch(self, *, samples: int, loss: float | None) -> None:
         self.samples = samples

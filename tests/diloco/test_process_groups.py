@@ -18,7 +18,7 @@ from tests.diloco.coordinated_workers import until
 from tests.support.rank_pool import RankPool, let_go, threads_at_ends
 
 
-def test_a_worker_of_one_rank_asks_nobody() -> None:
+def test_a_worker_of_one_rank_asks_no_other_rank() -> None:
     group = WorkerGroup()
     assert (group.size, group.leads) == (1, True)
     assert group.total([1, 2.5]) == [1, 2.5]

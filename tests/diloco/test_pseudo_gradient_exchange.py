@@ -82,7 +82,7 @@ def test_parts_smaller_than_the_number_of_workers(three_plain_ranks: RankPool) -
         assert torch.equal(mean, exact(5, [1, 1, 1]))
 
 
-def test_nobody_has_done_anything(three_plain_ranks: RankPool) -> None:
+def test_no_worker_has_processed_anything(three_plain_ranks: RankPool) -> None:
     means = three_plain_ranks.run(exchange, size=5, weights=[0, 0, 0], wire_dtype="fp32", partition_size=5)
     for mean, total in means:
         assert total == 0

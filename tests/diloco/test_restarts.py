@@ -212,7 +212,7 @@ def test_a_training_that_was_through_with_its_outer_steps_amid_an_epoch_is_over(
 
 @pytest.mark.slow
 def test_a_checkpoint_that_lacks_a_worker_is_one_all_the_same(diloco_ranks: RankPool, tmp_path: Path) -> None:
-    """What optimizers have is wanted of nobody with ``worker_states=False``; places in the epoch are."""
+    """With ``worker_states=False`` workers are asked for places in the epoch, not for optimizer states."""
     light = {"worker_states": False}
     whole = fit(diloco_ranks, tmp_path, steps=(10,), max_steps=14, options=light)
     path = tmp_path / "10.ckpt"

@@ -208,7 +208,7 @@ def test_a_silent_worker_is_not_waited_for_beyond_the_bound() -> None:
     options = {"grace": 5.0, "silent_after": 1.0}
     run = play(machines, SampleTarget(1600), options=options, rounds=6)
     assert [record.merged for record in run.rounds] == [("w0", "w1")] * 2 + [("w0",)] * 4
-    # 160 steps of its own, of which it has heard late; then, nobody is waited for.
+    # 160 steps of its own, as it heard late; then no worker is waited for.
     assert run.rounds[2].samples == pytest.approx(1600, abs=16)
     assert max(waiting_share([record]) for record in run.rounds[3:]) < 0.01
 

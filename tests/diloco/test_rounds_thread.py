@@ -107,7 +107,7 @@ def test_rounds_follow_one_another_until_somebody_asks() -> None:
     assert first.metrics == {"loss": 3.0, "samples_per_second": 12.0}
     start(thread, mail, 2)
     thread.post(EndRound(worker="a", round=2, now=True, steps=1, epoch=True))
-    for name in WORKERS:  # whoever is behind goes on until it has taken as many
+    for name in WORKERS:  # a worker that is behind goes on until it has taken as many
         assert mail.wait(name, lambda message: isinstance(message, SendAfter) and message.round == 2).steps == 1
     thread.post(StepReport(worker="b", round=2, steps=1, samples=4, batch_size=4, seconds=0.1))
     end(thread, 2)

@@ -95,7 +95,7 @@ def test_what_cannot_be_written_is_named(workers: Workers) -> None:
     assert "pickle" in str(workers.states(0).collect(BEGUN)["worker1"])
 
 
-def test_who_is_late_or_silent_or_dead_is_left_out(workers: Workers) -> None:
+def test_a_worker_that_is_late_or_silent_or_dead_is_left_out(workers: Workers) -> None:
     workers.kept[0].keep(BEGUN, {"own": 1})
     found = workers.states(0, limit=2.0).collect(BEGUN)
     assert found["worker1"] == {"own": 1}
@@ -105,11 +105,11 @@ def test_who_is_late_or_silent_or_dead_is_left_out(workers: Workers) -> None:
     assert "rank 2 has died" in str(workers.states(0, workers=4).collect(BEGUN)["worker3"])
 
 
-def test_who_has_left_says_so_at_once(workers: Workers) -> None:
+def test_a_worker_that_has_left_says_so_at_once(workers: Workers) -> None:
     found: list[object] = []
     asks = threading.Thread(target=lambda: found.append(workers.states(0, workers=2).collect(BEGUN)["worker1"]))
     asks.start()
-    workers.kept[0].leave(failed=True)  # also whoever has asked before
+    workers.kept[0].leave(failed=True)  # also to those that asked before
     asks.join(LONG)
     assert "it takes part no more" in str(found)
 

@@ -105,5 +105,5 @@ def test_each_variable_is_described() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_nobody_is_referred_to_what_is_not_there(page: Page) -> None:
+def test_references_lead_to_what_is_there(page: Page) -> None:
     assert not re.search(r"\bseeds? 0\d\d\b|\bDESIGN\b", page.text)

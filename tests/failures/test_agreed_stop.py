@@ -49,7 +49,7 @@ def waits(rank: AgreedStop) -> bool:
     return rank._stopping and rank._last is None
 
 
-def test_nobody_is_stopped_unasked() -> None:
+def test_no_rank_is_stopped_unasked() -> None:
     ranks = alike(2)
     for _ in range(5):
         for rank in ranks:
@@ -79,7 +79,7 @@ def test_a_rank_waits_for_the_others_and_goes_on_as_far_as_they_were() -> None:
     ("failure", "error"),
     [(nothing, SchedulerTimeoutError), (lambda: RankFailedError(1, "it is gone"), RankFailedError)],
 )
-def test_a_wait_ends_when_nobody_answers(
+def test_a_wait_ends_when_no_rank_answers(
     failure: Callable[[], BaseException | None], error: type[BaseException]
 ) -> None:
     one, _ = alike(2)

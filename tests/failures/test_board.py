@@ -62,7 +62,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def nobody_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_rank_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standstill, "_BEATS_MISSED", 10_000)
 
 
@@ -94,7 +94,7 @@ def test_a_failure_reaches_the_other_rank_with_rank_cause_and_step(
     start = time.monotonic()
     with caplog.at_level(logging.ERROR):
         assert failing.publish(ValueError("boom"))
-    # It has lingered until the other knew, and no longer.
+    # It has lingered only until the other knew.
     assert time.monotonic() - start < PATIENCE_S
     assert scheduler.told.is_set()
     ((fault, step),) = scheduler.faults
@@ -171,7 +171,7 @@ def test_a_rank_that_has_not_come_yet_has_not_failed(board: MakeBoard, monkeypat
     assert waiting.fault is None
 
 
-def test_whoever_fails_first_is_published(board: MakeBoard) -> None:
+def test_the_rank_that_fails_first_is_published(board: MakeBoard) -> None:
     first, second = board(0), board(1)
     assert first.publish(ValueError("boom"))
     assert not second.publish(KeyError("consequence"))
@@ -232,7 +232,7 @@ def test_several_ranks_without_a_sign_of_life_are_named(board: MakeBoard) -> Non
     assert str(found).startswith("Rank 1 failed: it shows no sign of life (nor do ranks 2)")
 
 
-@pytest.mark.usefixtures("nobody_is_silent")
+@pytest.mark.usefixtures("no_rank_is_silent")
 def test_an_error_whose_cause_cannot_be_told_stays_as_it_is(board: MakeBoard) -> None:
     first, _ = board(0), board(1)
     assert first.diagnose(BROKEN, timeout=0.5) is BROKEN
@@ -293,7 +293,7 @@ def test_a_store_that_is_gone_names_its_host(
         found = other.diagnose(BROKEN, timeout=PATIENCE_S)
     assert str(found).startswith(names)
     assert other.hopeless
-    assert not other.publish(ValueError("nobody hears this"))
+    assert not other.publish(ValueError("not heard"))
 
 
 def test_ranks_wait_for_each_other_at_a_place_that_all_reach(board: MakeBoard) -> None:
@@ -342,7 +342,7 @@ def test_the_host_of_the_store_waits_for_one_that_was_silent_once(board: MakeBoa
     assert_leaves_last(host, other)
 
 
-@pytest.mark.usefixtures("nobody_is_silent")
+@pytest.mark.usefixtures("no_rank_is_silent")
 def test_the_host_of_the_store_waits_for_the_living_after_a_failure(
     board: MakeBoard, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""When ranks wait for each other for good, when that is believed, and how a thread that waits is seen."""
+"""When ranks wait for each other forever, when that is believed, and how a waiting thread is seen."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_it_travels_as_text() -> None:
         (NEXT_BATCH, ENDED),
         (AHEAD, COLLECTIVE),
         (AHEAD, replace(COLLECTIVE, batches=4)),  # both have begun four, and this one begins the fifth
-        (GRADIENTS, replace(AHEAD, steps=3)),  # of who begins a batch that this one has not
+        (GRADIENTS, replace(AHEAD, steps=3)),  # of a rank that begins a batch which the other does not have
         (AHEAD, ENDED),
     ],
 )
@@ -87,13 +87,13 @@ def test_ranks_that_may_go_on(one: Standing, other: Standing) -> None:
     assert find_standstill({0: other, 1: one}) is None
 
 
-def test_whoever_computes_may_still_come() -> None:
+def test_a_rank_that_computes_may_still_come() -> None:
     assert find_standstill({0: GRADIENTS, 1: COLLECTIVE, 2: TRAINS}) is None
     assert find_standstill({0: GRADIENTS, 1: COLLECTIVE, 2: GRADIENTS}) is not None
     assert find_standstill({0: GRADIENTS, 1: ENDED, 2: TRAINS}) is not None  # but nothing brings that one back
 
 
-def test_who_begins_the_last_batch_has_not_fewer() -> None:
+def test_a_rank_that_begins_the_last_batch_has_no_fewer() -> None:
     last = replace(NEXT_BATCH, is_last=True)
     found = find_standstill({0: COLLECTIVE, 1: last, 2: last})
     assert found is not None
@@ -249,7 +249,7 @@ def test_one_that_has_ended_needs_no_beat(clock: Clock) -> None:
     assert seen_after(clock, own, other, beats=False) is not None
 
 
-def test_nobody_is_looked_at_without_need(clock: Clock) -> None:
+def test_ranks_are_not_examined_without_need(clock: Clock) -> None:
     own, other = signs()
     other.tell(IN_BARRIER)
     assert seen_after(clock, own, other, awaited_step=0) is None
@@ -269,7 +269,7 @@ def test_a_standstill_is_found_while_somebody_examines(clock: Clock) -> None:
     assert 3.0 <= after <= 5.5
 
 
-def test_who_examines_gets_to_know_what_all_told_last(clock: Clock) -> None:
+def test_an_examiner_gets_the_last_word_of_each_rank(clock: Clock) -> None:
     own, other = signs()
     own.give(WAITING)
     own.look()
@@ -300,7 +300,7 @@ def test_a_rank_is_silent_when_it_has_missed_five_beats(clock: Clock) -> None:
     assert own.silent() == []
 
 
-def test_who_was_silent_first_is_named_first(clock: Clock) -> None:
+def test_the_rank_that_was_silent_first_is_named_first(clock: Clock) -> None:
     store = dist.HashStore()
     own = VitalSigns(store, 0, [1, 2], 0.25)
     for beat in range(1, 40):

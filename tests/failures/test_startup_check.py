@@ -63,7 +63,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_whoever_is_missing_is_named_and_then_given_up(
+def test_a_missing_rank_is_named_and_then_given_up(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "_WARN_S", 10.0)

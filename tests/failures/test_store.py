@@ -86,7 +86,7 @@ def test_after_a_failure_ranks_wait_for_one_another(store: dist.TCPStore, monkey
     waiting.join(60.0)
     assert not waiting.is_alive()
 
-    again = open_board(store, presence, rank=0, world_size=2)  # that one did not fail: nobody waits
+    again = open_board(store, presence, rank=0, world_size=2)  # that one did not fail: there is no wait
     again.set("fault", FaultNotice(rank=0, cause="ValueError: boom", by=0).encode())
     monkeypatch.setattr(store_module, "_REUNION_S", 0.2)
     with pytest.raises(

@@ -172,7 +172,7 @@ def run_with_kills(
     machines: float = 0.25,
     timeout: float = 380.0,
 ) -> dict[str, Any]:
-    """Run the example to its end, and kill meanwhile.
+    """Run the example to its end, and kill agents while it runs.
 
     Args:
         arguments: Of the example, without ``--output``.

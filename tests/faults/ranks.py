@@ -1,4 +1,4 @@
-"""Starts ranks as separate processes, the way SLURM does: nobody kills the siblings of a rank that died.
+"""Starts ranks as separate processes, the way SLURM does: a death does not end the siblings.
 
 Importing torch and Lightning costs seconds of a core, so it is done once, in a process without threads that every rank
 is forked from. A rank then runs the script from the start and ends as any script ends: with the interpreter's own
@@ -116,7 +116,7 @@ class Nursery:
             arguments: For every rank.
             world_size: Number of ranks.
             folder: For the logs.
-            timeout: Longest wait, in seconds; whoever has not ended by then is killed.
+            timeout: Longest wait, in seconds; those that have not ended by then are killed.
             own_arguments: Changes for single ranks.
             await_only: A rank at whose end all others are killed.
             meanwhile: Called with the ranks' process numbers once all have started.

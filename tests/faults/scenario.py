@@ -12,7 +12,7 @@ from tests.faults.ranks import Ended, Nursery
 
 __all__ = ["Scenario", "check_end", "run", "run_together"]
 
-_BOUND_S = 60.0  # for what takes seconds; whoever hangs waits for half an hour
+_BOUND_S = 60.0  # for what takes seconds; a rank that hangs waits for half an hour
 _SCRIPT = Path(__file__).with_name("train.py")
 _CLEAN = "threads=[] gated=0 groups=1"
 # What a process says that was not brought down in order.
@@ -76,7 +76,7 @@ def check_end(
         code: Exit code of that rank.
         survivors_code: Exit code of the others.
         clean: Whether the survivors' training threads come back, so that nothing is left.
-        quiet: Whether the store's host leaves in order, so that nobody asks the store when it is gone.
+        quiet: Whether the store's host leaves in order, so that no rank asks the store when it is gone.
     """
     start = ranks[failed].stamp("FAILED_AT")
     assert start is not None, ranks[failed].log

@@ -1,4 +1,4 @@
-"""Ranks that go separate ways: uneven data, and collectives that some ranks skip. Nobody fails, but all have to end."""
+"""Ranks that go separate ways: uneven data, and collectives that some ranks skip. None fails, but all have to end."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_rank_that_gloo_ends_is_explained(nursery: Nursery, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_whoever_is_only_slow_is_waited_for(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_rank_that_is_only_slow_is_waited_for(nursery: Nursery, tmp_path: Path) -> None:
     loading: Case = ({"stream": True}, {0: {"pause": 7.0}})
     validating: Case = ({"val_batches": 2, "sync": True, "epochs": 2}, {0: {"busy": "validation_step"}})
     hooked: Case = ({"mode": "ddp"}, {1: {"busy": "on_train_batch_end"}})

@@ -54,20 +54,20 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failures", cases(FAILURES, quick={"in a round"}))
-def test_whoever_fails_is_named(nursery: Nursery, tmp_path: Path, failures: dict[str, dict[str, Any]]) -> None:
+def test_the_worker_that_fails_is_named(nursery: Nursery, tmp_path: Path, failures: dict[str, dict[str, Any]]) -> None:
     """In short rounds, where the others wait for it, in one that would take an hour, and while all stand still."""
     ways = list(failures.values())
     check_ends(ways, run(nursery, tmp_path, ways), list(failures))
 
 
 def test_a_sigterm_to_all_ends_all_as_lightning_does(nursery: Nursery, tmp_path: Path) -> None:
-    """Also who waits for another one's part of the round: that has ended for the same reason, and not failed."""
+    """Also a worker that waits for another one's update: that one has ended for the same reason, and not failed."""
     options = {"kind": "SIGTERM", "rank": 0, "step": 10, "inner_steps": 2, "everybody": str(tmp_path)}
     for rank in nursery.run(_SCRIPT, options, world_size=2, folder=tmp_path, timeout=120.0):
         assert rank.code == 143, rank.log
         # Torch's store says so of its connections, where rank 0 has gone first.
         log = re.sub(r".*failed on SocketImpl.*", "", rank.log)
-        # Whoever ends first says so, and the other one hears of it before its own signal is handled, or does not.
+        # The first one to end says so; the other may hear of it before its own signal is handled.
         assert "failed" not in re.sub(r"Rank \d failed: SIGTERMException", "", log), rank.log
         assert "RankFailedError" not in rank.log
         assert "THREADS []" in rank.log, rank.log
@@ -90,7 +90,7 @@ def test_any_rank_of_a_worker_is_named(nursery: Nursery, tmp_path: Path) -> None
         pytest.param(1, SILENT, marks=pytest.mark.slow),
     ],
 )
-def test_whoever_fails_when_all_have_trained_is_named_soon(
+def test_a_worker_that_fails_when_all_have_trained_is_named_soon(
     rank: int, says: str, nursery: Nursery, tmp_path: Path
 ) -> None:
     """The first worker in its last checkpoint, and another one that is asked for its state there."""

@@ -18,7 +18,7 @@ import pytest
 from tests.faults.ranks import quiet_environment
 from tests.support.rank_pool import free_port
 
-# With LOCAL_RANK there, Lightning takes it that somebody else has started the ranks, and waits for them.
+# Where LOCAL_RANK is set, Lightning assumes that a launcher has started the ranks, and waits for them.
 _FOREIGN = ("BYTESCHEDULER_", "GROUP_", "LOCAL_", "MASTER_", "NODE_", "RANK", "WORLD")
 SCRIPT = Path(__file__).with_name("train.py")
 

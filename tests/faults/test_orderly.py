@@ -1,4 +1,4 @@
-"""Nothing is left of a fit that ends in order, whoever leaves first."""
+"""Nothing is left of a fit that ends in order, whichever rank leaves first."""
 
 from __future__ import annotations
 

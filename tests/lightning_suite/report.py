@@ -25,7 +25,7 @@ class SuiteReport:
         skipped: What our list of skips leaves out, with the reason.
         not_here: What Lightning skips on this machine, with its reason.
         unreadable: Files that cannot be imported here and are not left out, with the reason.
-        stale: Skips that match no test any more.
+        stale: Skips that match no test.
     """
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class SuiteReport:
         _list(console, "Left out", _counted(self.skipped.values()))
         _list(console, "Passed, but never made the strategy, so prove nothing", idle)
         _list(console, "Fail with ddp itself too", [f"{t}: {_last_line(o.message)}" for t, o in anyway.items()])
-        _list(console, "Skips that match no test any more", [skip.pattern for skip in self.stale])
+        _list(console, "Skips that match no test", [skip.pattern for skip in self.stale])
         _list(console, "FAILED, but pass with ddp", [f"{t}: {_last_line(o.message)}" for t, o in ours.items()])
         console.print(self._table(ours, anyway, len(lightning_skipped)))
 

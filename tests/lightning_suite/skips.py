@@ -54,6 +54,6 @@ def skip_of(test: str, skips: Iterable[Skip]) -> Skip | None:
 
 
 def stale_skips(skips: Iterable[Skip], tests: Iterable[str]) -> list[Skip]:
-    """Skips that match no test any more."""
+    """Skips that match no test."""
     known = list(tests)
     return [skip for skip in skips if not any(skip.matches(test) for test in known)]

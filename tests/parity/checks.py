@@ -32,7 +32,7 @@ def assert_same(expected: Sequence[Outcome], actual: Sequence[Outcome]) -> None:
 
 
 def assert_overlapped(outcomes: Sequence[Outcome], share: float = 0.9) -> None:
-    """Updates crossed the step boundary, and with a held network: nobody waited for a gradient before it."""
+    """Updates crossed the step boundary. With a held network: nothing waited for a gradient before it."""
     for outcome in outcomes:
         assert outcome.reasons == ()
         assert outcome.statistics is not None

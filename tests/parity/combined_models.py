@@ -88,7 +88,7 @@ MODELS: Mapping[str, Callable[..., Trained]] = {
 
 
 class SignDescent(Optimizer):
-    """An optimizer that nobody has heard of."""
+    """An optimizer that this package does not know."""
 
     def __init__(self, parameters: Iterable[Any], lr: float) -> None:
         super().__init__(parameters, {"lr": lr})

@@ -197,7 +197,7 @@ class Reversed(Tower):
 
 
 class WeightNormed(Tower):
-    """Weights are computed from parameters that nobody else reads."""
+    """Weights are computed from parameters that nothing else reads."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)

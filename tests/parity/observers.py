@@ -63,7 +63,7 @@ class ReadsWeightsInZeroGrad(Callback):
 
 
 class ReadsWeightsInInferenceMode(Callback):
-    """Where an optimizer's state must not be made: it could not be changed in training any more."""
+    """An optimizer's state must not be made there: training could not change it afterwards."""
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx % 5 == 1:

@@ -41,7 +41,7 @@ __all__ = [
     "no_entry_points",
     "no_gate_on",
     "no_gate_on_state",
-    "nobody_sits_out",
+    "no_parameter_sits_out",
     "nothing_lands_after_a_failure",
     "nothing_lands_at_the_end",
     "only_buckets_step",
@@ -134,7 +134,7 @@ def every_read_is_seen(module: LightningModule) -> Iterator[None]:
 
 @contextmanager
 def no_entry_points(module: LightningModule) -> Iterator[None]:
-    """Let functions that tell nobody what they are handed have it as it is."""
+    """Let functions that read parameters without touching them read whatever is there."""
     with patch.object(fit_module, "watch_entry_points", lambda _: lambda: None):
         yield
 
@@ -197,7 +197,7 @@ def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 @contextmanager
-def nobody_sits_out(module: LightningModule) -> Iterator[None]:
+def no_parameter_sits_out(module: LightningModule) -> Iterator[None]:
     """Step every parameter of the optimizer, with zeros where no rank had a gradient."""
     step = Fit.take_step
 
@@ -239,13 +239,13 @@ def forgets_to_clip(module: LightningModule) -> Iterator[None]:
 
 @contextmanager
 def blind_to_aliases(module: LightningModule) -> Iterator[None]:
-    """Believe that nobody keeps an alias of a parameter."""
+    """Believe that no alias of a parameter is kept."""
     with patch.object(AliasDetector, "find", lambda _: set()):
         yield
 
 
 @contextmanager
 def blind_to_kept_state(module: LightningModule) -> Iterator[None]:
-    """Believe that nobody keeps the optimizer's state."""
+    """Believe that the optimizer's state is not kept."""
     with patch.object(steps_module, "state_is_kept", lambda _: False):
         yield

@@ -1,4 +1,4 @@
-"""Whoever keeps an alias of a weight's memory, made at any time, reads what DDP would show there."""
+"""Code that keeps an alias of a weight's memory, made at any time, reads what DDP would show there."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class KeepsInForward(Tower):
 
     def predict(self, inputs: Tensor) -> Tensor:
         if self.trainer.global_step == 6:
-            self.kept = {"in a dictionary, where nobody looks": self.get_parameter("layers.1.weight").detach()}
+            self.kept = {"in a dictionary, where nothing looks": self.get_parameter("layers.1.weight").detach()}
         return super().predict(inputs)
 
     def on_train_batch_end(self, *_: Any) -> None:

@@ -80,7 +80,7 @@ def through(first: Any, layers: Any, inputs: Tensor) -> Tensor:
 
 
 class HandedToCompiledFunction(Tower):
-    """Hands layers to a compiled function that is nobody's method, so that nothing is known of it beforehand."""
+    """Hands layers to a compiled function that is no method of a module, so nothing is known of it beforehand."""
 
     def __init__(self, *, backend: str, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -178,7 +178,7 @@ class CompilesInMidFit(Callback):
 
 
 class CountsGraphs(Callback):
-    """Notes how many graphs were compiled, and how often one did not fit any more."""
+    """Notes how many graphs were compiled, and how often one had to be compiled again."""
 
     def on_fit_start(self, trainer: Trainer, module: Any) -> None:
         torch._dynamo.reset()

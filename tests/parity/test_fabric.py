@@ -56,7 +56,7 @@ PLAIN = {
 
 
 def test_every_step_but_the_first_overlaps(two_ranks: RankPool) -> None:
-    """No gradient leaves before the next forward pass has begun: whoever waits for one earlier waits in vain."""
+    """No gradient leaves before the next forward pass has begun: a wait for one before that would be in vain."""
     for outcome in two_ranks.run(compare, loops=PLAIN, network="held"):
         for name, seen in outcome.items():
             assert not seen.differences, name
@@ -311,7 +311,7 @@ def saved_and_loaded(fabric: Fabric) -> Mapping[str, Any]:
 
 
 def folds(fabric: Fabric) -> Mapping[str, Any]:
-    """A module after the other: whoever is gone has no scheduler any more."""
+    """One module after the other: a module that is gone leaves no scheduler behind."""
     weights = []
     for _ in range(3):
         outcome = plain(fabric, optimizer=sgd, zero_first=True)

@@ -22,7 +22,7 @@ from tests.support.rank_pool import RankPool, RanksFailed
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    """Not that of the other tests: what these ranks say is no longer heard."""
+    """Not the pool of the other tests, as the fuzzer silences its ranks."""
     with RankPool(2) as ranks:
         yield ranks
 

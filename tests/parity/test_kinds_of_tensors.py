@@ -69,7 +69,7 @@ class Labelled(nn.Parameter):
 
 
 class OneFlatMemory(Tower):
-    """All weights lie one after the other in one memory, which nobody else holds."""
+    """All weights lie one after the other in one memory, which nothing else holds."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)

@@ -72,7 +72,7 @@ def ema(**options: Any) -> Any:
 
 
 def test_checkpoints_in_mid_epoch(two_ranks: RankPool, tmp_path: Path) -> None:
-    """The same keys and the same tensors, whoever wrote them."""
+    """The same keys and the same tensors under both strategies."""
     saves = partial(NotesCheckpoints, tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     recipe = Recipe(model=model, steps=STEPS, callbacks=(saves,), trainer={"enable_checkpointing": True})
     ddp, _ = assert_same_as_ddp(two_ranks, recipe, network="late", broken=blind_to_weights_and_state)

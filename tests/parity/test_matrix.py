@@ -1,4 +1,4 @@
-"""Every two features of a training meet in one that is compared with DDP's, and the comparison can fail."""
+"""For each pair of features a training with both is compared with DDP's; and the comparison can fail."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_random_combinations_are_allowed() -> None:
 
 @contextmanager
 def error_expected(module: LightningModule) -> Iterator[None]:
-    """Break nothing: an error is looked at instead of raised."""
+    """Break nothing. With a sabotage, an error is an outcome and is not raised."""
     yield
 
 
@@ -125,7 +125,7 @@ def test_what_is_forbidden_fails_under_ddp(two_ranks: RankPool, ban: Any) -> Non
     assert all(outcome.error for outcome in outcomes)
 
 
-def test_every_effect_is_of_a_value() -> None:
+def test_effects_name_known_values() -> None:
     known = {(factor, value) for factor, values in FACTORS.items() for value in values}
     assert set(rule.EFFECTS) <= known
     assert known >= rule.OTHER_ORDER

@@ -15,7 +15,7 @@ from torch.optim import ASGD, AdamW
 
 from tests.parity.checks import DDP, assert_same, assert_same_as_ddp, train_on
 from tests.parity.gate_models import Conditional, PartlyFrozen, WithUnused
-from tests.parity.sabotage import nobody_sits_out, only_buckets_step
+from tests.parity.sabotage import no_parameter_sits_out, only_buckets_step
 from tests.support.fit import Recipe, Run
 from tests.support.models import Tower
 from tests.support.rank_pool import RankPool
@@ -74,14 +74,14 @@ class TurnsUnused(Tower):
 
 def test_unused_layer_is_neither_decayed_nor_given_state(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(WithUnused, optimizer=adamw), steps=STEPS, ddp=UNUSED)
-    _, ours = assert_same_as_ddp(two_ranks, recipe, broken=nobody_sits_out)
+    _, ours = assert_same_as_ddp(two_ranks, recipe, broken=no_parameter_sits_out)
     names = list(dict(ours[0].weights))
     assert names.index("unused.weight") not in ours[0].optimizers[0]["state"]
 
 
 def test_layer_used_now_and_then_is_stepped_only_then(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(Conditional, optimizer=adamw), steps=STEPS, ddp=UNUSED)
-    assert_same_as_ddp(two_ranks, recipe, broken=nobody_sits_out)
+    assert_same_as_ddp(two_ranks, recipe, broken=no_parameter_sits_out)
 
 
 class DiffersByRank(Conditional):
@@ -135,7 +135,7 @@ def test_layer_used_now_and_then_with_accumulated_gradients(two_ranks: RankPool)
 @pytest.mark.slow
 def test_frozen_layers_stay_as_they_are(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(PartlyFrozen, optimizer=adamw), steps=STEPS)
-    assert_same_as_ddp(two_ranks, recipe, broken=nobody_sits_out)
+    assert_same_as_ddp(two_ranks, recipe, broken=no_parameter_sits_out)
 
 
 def test_layers_unfrozen_later_are_stepped_though_in_no_bucket(two_ranks: RankPool) -> None:
@@ -146,7 +146,7 @@ def test_layers_unfrozen_later_are_stepped_though_in_no_bucket(two_ranks: RankPo
 
 def test_layers_frozen_after_the_wrap_are_averaged_when_they_learn(two_ranks: RankPool) -> None:
     recipe = Recipe(model=partial(Tower, optimizer=adamw), steps=STEPS, callbacks=(FreezesLate,), ddp=UNUSED)
-    ddp, ours = assert_same_as_ddp(two_ranks, recipe, network="late", broken=nobody_sits_out)
+    ddp, ours = assert_same_as_ddp(two_ranks, recipe, network="late", broken=no_parameter_sits_out)
     assert torch.equal(ddp[0].weights["first.weight"], ddp[1].weights["first.weight"])
     assert not [warning for warning in ours[0].warnings if "not averaged over ranks" in warning]
 

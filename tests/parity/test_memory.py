@@ -56,7 +56,7 @@ def another_process(weight: Tensor) -> tuple[Tensor, Any]:
 
 
 class OverForeignMemory(Tower):
-    """One weight lies in memory that somebody else reads, from the start or from the fifth step on."""
+    """One weight lies in memory that other code reads, from the start or from the fifth step on."""
 
     def __init__(self, lay: Any, *, later: bool, **arguments: Any) -> None:
         super().__init__(**arguments)

@@ -100,7 +100,7 @@ def fitted_on_nodes(rank: int, cases: list[Case]) -> list[tuple[Outcome, dict[st
 
 
 def test_ranks_may_count_by_their_samples(four_ranks: RankPool) -> None:
-    """One of them has none in its first batch; and where steps are as DDP's."""
+    """One rank has none in its first batch. Also with steps as DDP's."""
     cases = [UNEQUAL, replace(UNEQUAL, options={**GROUPED, "mode": "ddp"})]
     by_rank = four_ranks.run(fitted_on_nodes, cases=cases)
     for index in range(len(cases)):

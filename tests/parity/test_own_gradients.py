@@ -31,7 +31,7 @@ def views_of_buckets(module: LightningModule) -> Iterator[None]:
 
 @contextmanager
 def means_stay_in_buckets(module: LightningModule) -> Iterator[None]:
-    """Leave what somebody has kept as it was before the mean came."""
+    """Leave gradients that user code keeps as they were before the mean came."""
     end = OwnGradients._end
 
     def end_with_nothing_kept(gradients: OwnGradients) -> None:
@@ -66,7 +66,7 @@ def test_so_they_are_where_backward_passes_wait(two_ranks: RankPool, model: Any,
     assert_same(ddp, ours)
 
 
-def test_who_begins_later_is_told(two_ranks: RankPool) -> None:
+def test_a_hook_that_begins_to_read_later_is_warned_of(two_ranks: RankPool) -> None:
     ddp, ours = train_on(two_ranks, Recipe(model=HookReadsLater, steps=12), DDP, Run())
     for one, other in zip(ddp, ours, strict=True):
         assert one.losses == other.losses
@@ -76,7 +76,7 @@ def test_who_begins_later_is_told(two_ranks: RankPool) -> None:
 
 
 class SeesNoCopies(Callback):
-    """Fails where gradients have got other memory, though nobody has kept them."""
+    """Fails where gradients have got other memory, though none was kept."""
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
@@ -93,7 +93,7 @@ def own_of(strategy: Any) -> OwnGradients:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clipped", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}], ids=str)
-def test_nothing_is_copied_where_nobody_keeps_them(two_ranks: RankPool, clipped: dict[str, Any]) -> None:
+def test_nothing_is_copied_where_they_are_not_kept(two_ranks: RankPool, clipped: dict[str, Any]) -> None:
     recipe = Recipe(model=Tower, steps=12, trainer=clipped, callbacks=(SeesNoCopies,))
     runs = [Run(), Run(options={**SIZES, "mode": "ddp"})]
     ours, _ = train_on(two_ranks, recipe, *runs)

@@ -149,7 +149,7 @@ class Fails(Talkative):
 
 
 @pytest.mark.parametrize(("how", "why"), [("raises", "there is no more"), ("differs", "rank 0 launches another one")])
-def test_who_failed_is_named_where_its_collective_is_waited_for(how: str, why: str) -> None:
+def test_the_rank_that_failed_is_named_where_its_collective_is_waited_for(how: str, why: str) -> None:
     recipe = Recipe(model=partial(Fails, how), steps=STEPS)
     with RankPool(2) as pool:
         ((first, second),) = train_on(pool, recipe, Run(routed=True, network="plain"))

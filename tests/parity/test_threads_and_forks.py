@@ -1,4 +1,4 @@
-"""Other threads and processes see what DDP would show them, and nobody hangs."""
+"""Other threads and processes see what DDP would show them, and none hangs."""
 
 from __future__ import annotations
 

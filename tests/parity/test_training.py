@@ -42,7 +42,7 @@ class LosesALoss(Tower):
 
 
 class LeavesEpochsEarly(Tower):
-    """Skips what is left of an epoch, before a forward pass has seen the last update."""
+    """Skips the rest of an epoch, before a forward pass has seen the last update."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx == 7 else None

@@ -79,7 +79,7 @@ class FrozenTwin(Tower):
 
 
 class Labelled(nn.Parameter):
-    """A parameter class of somebody else's, as libraries for quantisation have them."""
+    """A third-party parameter class, as libraries for quantisation have them."""
 
 
 class OtherParameterClass(Tower):

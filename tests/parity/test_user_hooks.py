@@ -179,7 +179,7 @@ class LooksOnceInAWhile(Callback):
 
 @pytest.mark.slow
 def test_a_look_costs_its_own_step_only(two_ranks: RankPool) -> None:
-    """Held back until the next training step begins, gradients of other steps are waited for by nobody."""
+    """With gradients held back until the next training step begins, other steps do not wait for theirs."""
     recipe = Recipe(model=model, steps=22, callbacks=(LooksOnceInAWhile,))
     assert_same_as_ddp(two_ranks, recipe, network="late", broken=blind_between_steps)
 

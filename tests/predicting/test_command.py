@@ -287,7 +287,7 @@ def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
 def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that is the current one, but not on the path."""
     (tmp_path / "advised_project.py").write_text("class Outer:\n    number = 3\n\n\ndef make():\n    return 4\n")
-    (tmp_path / "advised_broken.py").write_text("import a_package_that_nobody_has\n")
+    (tmp_path / "advised_broken.py").write_text("import a_package_that_does_not_exist\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "advised_project", raising=False)
@@ -337,7 +337,7 @@ def test_no_such_name(importable: Path) -> None:
 
 @pytest.mark.parametrize("text", ["advised_absent:make", "advised_broken:make"])
 def test_no_such_module(importable: Path, text: str) -> None:
-    with pytest.raises(ImportError, match=r"advised_absent|a_package_that_nobody_has"):
+    with pytest.raises(ImportError, match=r"advised_absent|a_package_that_does_not_exist"):
         load_target(text)
 
 

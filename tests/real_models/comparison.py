@@ -18,7 +18,7 @@ STEPS = 7
 SIZES = {"bucket_cap_mb": 0.004, "partition_size": 1000, "credit": 2000}
 """A dozen buckets, cut into partitions."""
 LEAST_SHARE = 0.8
-"""Of the updates cross the step boundary: those of the first of seven steps do not."""
+"""Share of updates that cross the step boundary; those of the first of seven steps do not."""
 VALIDATED = {"val_check_interval": 3, "limit_val_batches": 1}
 
 

@@ -330,7 +330,7 @@ def test_a_task_that_fails_between_choice_and_launch_stops_nothing() -> None:
 # ---------------------------------------------------------------------- who launches
 
 
-def test_whoever_returns_credit_launches_what_it_allows() -> None:
+def test_a_thread_that_returns_credit_launches_what_it_allows() -> None:
     launchers: list[int] = []
 
     class Noting(ManualTransport):
@@ -350,7 +350,7 @@ def test_whoever_returns_credit_launches_what_it_allows() -> None:
 
 
 def test_what_is_allowed_while_another_thread_launches_is_launched_by_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody wakes the dispatcher here: what was returned during a launch must not wait for its next look."""
+    """The dispatcher sleeps here: credit that is returned during a launch must not wait until it wakes up."""
     transport, stuck = ManualTransport(), Stuck()
     with running_core(partition_size=10, credit=20) as core:
         first = enqueue(core, transport, "first", 10)

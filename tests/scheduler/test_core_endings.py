@@ -109,7 +109,7 @@ def test_an_error_on_the_dispatcher_aborts_instead_of_leaving_anyone_waiting(cul
     assert transport.names == (["t[0]"] if culprit == "launch" else [])
 
 
-def test_an_observer_that_raises_aborts_and_leaves_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_observer_that_raises_aborts_and_leaves_no_thread_waiting(caplog: pytest.LogCaptureFixture) -> None:
     def observer(sub: SubCommTask) -> None:
         raise LOST
 

@@ -1,4 +1,4 @@
-"""When somebody else's collective may go, among tasks by priority."""
+"""When a foreign collective may be launched, among tasks by priority."""
 
 from __future__ import annotations
 

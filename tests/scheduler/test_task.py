@@ -261,7 +261,7 @@ def test_a_move_the_state_does_not_allow_is_named(before: Move, move: Move, mess
         ),
     ],
 )
-def test_a_move_of_a_task_nobody_holds_is_named(move: Move, message: str) -> None:
+def test_an_invalid_move_of_a_task_is_named(move: Move, message: str) -> None:
     with pytest.raises(TaskStateError) as caught:
         move(CommTask("t", 20, launch=lambda sub: None))
     assert str(caught.value) == message

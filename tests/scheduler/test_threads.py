@@ -38,7 +38,7 @@ def in_a_thread(what: list[int], *, before: bool) -> None:
 
 @needs_support
 @pytest.mark.parametrize("asked", [True, False])
-def test_only_who_asks_has_short_turns(asked: bool) -> None:
+def test_only_a_thread_that_asks_has_short_turns(asked: bool) -> None:
     usual = turn()
     found: list[int] = []
     thread = threading.Thread(target=in_a_thread, args=(found,), kwargs={"before": asked})

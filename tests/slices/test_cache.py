@@ -250,7 +250,7 @@ def test_kill_9_in_mid_write_leaves_nothing_behind(tmp_path):
     writer = other_process(tmp_path, "write")
     try:
         (partial,) = tmp_path.glob("*.partial")
-        cache = SliceCache(tmp_path, 10**6)  # whoever writes lives: its file stays
+        cache = SliceCache(tmp_path, 10**6)  # the writer lives: its file stays
         assert partial.exists()
         assert cache.begin(plan("a")) is None
         assert held(cache, "a") is None

@@ -80,7 +80,7 @@ def test_a_folder_of_slices_is_not_overwritten_by_accident(text, tmp_path, capsy
     assert samples(tmp_path / "out") == ["new"]
 
 
-def test_where_nobody_watches_there_is_no_bar(text, tmp_path, capsys):
+def test_without_a_terminal_there_is_no_bar(text, tmp_path, capsys):
     assert main(["slices", "make", str(text), str(tmp_path / "out")]) == 0
     assert not capsys.readouterr().err
 

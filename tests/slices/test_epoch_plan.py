@@ -309,7 +309,7 @@ def test_each_sample_is_taken_once_in_the_shares_that_are_asked_for(counts: list
     assert taken == Counter((index, sample) for index, count in enumerate(counts) for sample in range(count))
 
 
-def test_who_is_faster_gets_more_slices_and_each_is_read_by_one_rank() -> None:
+def test_a_faster_rank_gets_more_slices_and_each_is_read_by_one_rank() -> None:
     pool = pool_of([100] * 40, 2)
     readers: dict[int, set[int]] = {index: set() for index in range(40)}
     while pool.left:

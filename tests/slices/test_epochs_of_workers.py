@@ -115,7 +115,7 @@ class Fit:
 
 
 def go_on(fits: list[Fit], steps: int = 10_000) -> None:
-    """Each one trains for as long as it finds something; those that come later take one step meanwhile."""
+    """Each one trains for as long as it finds something; later ones take one step in that time."""
     for fit in reversed(fits):
         fit.step()
     for _ in range(steps):

@@ -168,7 +168,7 @@ def test_hours_of_asking(source, time):
     assert len(source.asked) == len(time.sleeps) + 1 > 1800
 
 
-def test_whoever_stops_a_pause_ends_the_fetch(source, time, monkeypatch):
+def test_stopping_a_pause_ends_the_fetch(source, time, monkeypatch):
     class Stopped(Exception):
         pass
 

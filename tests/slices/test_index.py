@@ -25,7 +25,7 @@ def test_round_trip():
 
 
 def test_an_index_of_an_earlier_release_is_read():
-    """Which had blanks between its values, and a checksum of each slice."""
+    """It had blanks between its values, and a checksum of each slice."""
     head, *lines = write_index(SLICES).splitlines()
     body = b"".join(json.dumps({**json.loads(line), "checksum": "xxh3_64:2d06"}).encode() + b"\n" for line in lines)
     head = json.dumps({**json.loads(head), "checksum": checksum_of(body)}).encode()

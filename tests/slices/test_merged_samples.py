@@ -147,7 +147,7 @@ def test_a_slice_that_another_worker_has_not_begun_is_taken_from_it() -> None:
     assert tracker.progress(ReportProgress(session=session, grant=found.grant, trained=0)) == Receipt(accepted=False)
 
 
-def test_a_worker_goes_on_after_a_restart_with_what_nobody_has_taken() -> None:
+def test_a_worker_goes_on_after_a_restart_with_samples_that_no_worker_has_taken() -> None:
     tracker = make([8, 8, 8])
     held_by(tracker, "a", trained=3)
     state = tracker.state_dict()
@@ -203,7 +203,7 @@ class MergedMachine(RuleBasedStateMachine):
         self.join("a", 3)
 
     def answer(self, message):
-        """As the coordinator does: whoever was here before a restart is told to join again."""
+        """As the coordinator does: a worker from before the restart is told to join again."""
         return self.tracker.answer(message)
 
     def save(self):

@@ -143,7 +143,9 @@ def test_serving_names_the_extra(
         ("https://host/x", SECRET, r"a dict of options by name"),
     ],
 )
-def test_storage_options_that_nobody_takes_are_refused_and_not_shown(url: str, options: Any, reason: str) -> None:
+def test_storage_options_that_no_file_system_takes_are_refused_and_not_shown(
+    url: str, options: Any, reason: str
+) -> None:
     with pytest.raises(OptionError, match=reason) as caught:
         SliceDataModule(url, storage_options=options)
     assert SECRET not in str(caught.value)
@@ -275,7 +277,7 @@ def test_a_source_that_refuses_is_not_asked_again(web: str, status: int, path: s
     assert Answers.asked <= 4  # fsspec asks in more than one way
 
 
-def test_a_token_that_is_no_longer_right_ends_the_training_at_once(text: str, tmp_path: Path) -> None:
+def test_a_token_that_was_replaced_ends_the_training_at_once(text: str, tmp_path: Path) -> None:
     options = {"headers": {"Authorization": "Bearer t"}}
     with SliceServer(text, token="t") as server:
         data = SliceDataModule(server.url, storage_options=options, cache=str(tmp_path / "cache"))

@@ -70,7 +70,7 @@ def test_what_is_before_a_malformed_sample_is_right() -> None:
     with pytest.raises(SliceCorruptError, match="after sample 2"):
         read.extend(itertools.chain.from_iterable(opened("a.jsonl", content, 100, 4).take(0, 4)))
     assert read == [1, 2]
-    # Nobody who passes over it notices.
+    # A reader that skips the damage does not notice it.
     assert plain(opened("a.jsonl", content, 100, 4).take(3, 4)) == [4]
 
 

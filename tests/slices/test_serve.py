@@ -1,4 +1,4 @@
-"""A served folder is a source; nothing beside it is, and nobody beyond this machine reads it by accident."""
+"""A served folder is a source; nothing beside it is, and other machines cannot read it by accident."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from lightning_bytescheduler.slices.slice import Slice, digests_of
 from lightning_bytescheduler.slices.source import SliceSource, open_source
 from tests.slices.faults import CHUNK, FaultySource, Store, VirtualTime, lines
 
-# Fork is meant: processes that were forked share what is open.
+# Forking is intended: forked processes share open files.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 SLICE_BYTES = 20_000
@@ -200,7 +200,7 @@ def test_a_request_that_never_returns_is_an_error_and_no_hang(tmp_path):
 
 
 class Hanging(AsyncFileSystem):  # type: ignore[misc]
-    """Answers when nobody waits any more."""
+    """Answers after the wait has ended."""
 
     protocol = "hanging"
 

@@ -1,4 +1,4 @@
-"""Workers that take batches from a tracker: each sample once, whatever was read ahead and whoever waits for whom."""
+"""Workers that take batches from a tracker: each sample once, whatever is read ahead and whichever waits."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_pass_is_of_one_epoch_and_of_what_came_back_of_the_one_before():
     assert trained == all_of([4, 4, 4], epochs=2)
 
 
-def test_who_dies_is_continued_where_it_was():
+def test_a_dead_workers_slice_is_continued_where_it_was():
     clock = Clock()
     trained: Counter = Counter()
     tracker = make_tracker([6, 6], clock)
@@ -256,7 +256,7 @@ def test_a_worker_whose_pass_is_over_takes_no_slice_by_asking_what_is_left():
     assert slow.plan.rest()
 
 
-def test_a_worker_that_asks_what_is_left_is_given_what_nobody_holds():
+def test_a_worker_that_asks_what_is_left_is_given_slices_that_no_worker_holds():
     clock = Clock()
     tracker = make_tracker([4], clock)
     worker, other = (Trains(tracker, clock, name, Counter(), batch_size=2, waits=False) for name in "ab")

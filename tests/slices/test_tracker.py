@@ -101,7 +101,7 @@ def test_a_dead_workers_slice_comes_back_where_it_is_known_to_be():
     assert (report.trained, report.dropped) == (10, 0)
 
 
-def test_who_leaves_gives_everything_back_where_it_stands():
+def test_a_worker_that_leaves_gives_everything_back_where_it_stands():
     counts, clock, trained = [10, 10], Clock(), Counter[tuple[str, int]]()
     tracker = make_tracker(counts, clock)
     worker = Worker(tracker, "0", trained)
@@ -141,7 +141,7 @@ def test_repeated_and_late_reports_change_nothing():
     assert tracker.report().trained == 10
 
 
-def test_at_the_end_a_slice_ahead_of_who_has_most_to_do_goes_to_who_has_nothing():
+def test_at_the_end_an_idle_worker_gets_a_slice_of_the_busiest_one():
     clock, trained = Clock(), Counter[tuple[str, int]]()
     tracker = make_tracker([100] * 5, clock, shuffle=False)
     slow, slower, fast = (Worker(tracker, name, trained) for name in ("slow", "slower", "fast"))
@@ -213,7 +213,7 @@ def test_quarantine_ends_the_epoch_without_the_slice_and_the_next_ones_too():
     assert (tracker.report().trained, tracker.report().dropped) == (4, 4)
 
 
-def test_where_nothing_can_be_read_whoever_asks_is_told_instead_of_going_from_epoch_to_epoch():
+def test_where_nothing_can_be_read_a_worker_is_told_instead_of_going_from_epoch_to_epoch():
     tracker = make_tracker([4, 4])
     worker = Worker(tracker, "0", Counter())
     for key in ("slice0", "slice1"):
@@ -238,7 +238,7 @@ def test_the_next_epoch_opens_while_the_last_slices_of_this_one_are_held():
     assert second.ask().epoch == 1
 
 
-def test_nobody_waits_for_the_last_slice_of_an_epoch_until_all_of_the_next_one_is_given_out():
+def test_no_worker_waits_for_the_last_slice_of_an_epoch_until_all_of_the_next_one_is_given_out():
     clock, trained = Clock(), Counter[tuple[str, int]]()
     tracker = make_tracker([2, 2], clock)
     slow, fast = Worker(tracker, "slow", trained), Worker(tracker, "fast", trained)

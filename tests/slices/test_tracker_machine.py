@@ -49,7 +49,7 @@ class TrackerMachine(RuleBasedStateMachine):
         self.join("b")
 
     def worker(self, data):
-        """One of those that are there, joining first if nobody is."""
+        """One of the workers; one joins first if there is none."""
         if not self.workers:
             self.join("c")
         return self.workers[data.draw(st.sampled_from(sorted(self.workers)))]
@@ -151,12 +151,12 @@ class TrackerMachine(RuleBasedStateMachine):
         worker = self.worker(data)
         if len(self.tracker.report().quarantined) < min(2, len(self.counts) - 1):
             index = data.draw(st.integers(0, len(self.counts) - 1))
-            self.mourn()  # its holder may train on a batch or two more, which nobody counts
+            self.mourn()  # its holder may train on a batch or two more, which are not counted
             self.tracker.quarantine(QuarantineSlice(session=worker.session, key=f"slice{index}", reason="broken"))
 
     @rule()
     def save(self):
-        """A checkpoint is made when what was trained on is reported, and nobody is dead unnoticed."""
+        """A checkpoint is made when what was trained on is reported, and no death is unnoticed."""
         if self.dead:
             return
         self.deliver_all(list(self.workers))

@@ -1,4 +1,4 @@
-"""A fit that is saved anywhere and resumed trains on what is left of its epoch, exactly."""
+"""A fit that is saved anywhere and resumed trains on exactly the rest of its epoch."""
 
 from __future__ import annotations
 

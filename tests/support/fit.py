@@ -141,7 +141,7 @@ def train(rank: int, recipe: Recipe, run: Run) -> Outcome:
         if run.strategy != "ddp" and run.network != "plain":
             stack.enter_context(network)
         if run.sabotage is not None:
-            # Steps in idle time take some of what nobody waits for, and would hide that.
+            # Steps in idle time take updates that nothing waits for, and would hide the sabotage.
             stack.enter_context(patch.object(OverlappedStep, "step_while_waiting", lambda *_: None))
             stack.enter_context(run.sabotage(model))
         trainer = Trainer(

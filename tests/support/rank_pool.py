@@ -1,8 +1,8 @@
 """Processes that stay up for a whole test session and run functions on all ranks at once.
 
 Importing costs seconds, so it is done once, in the fork server all ranks of all pools come from; it has no threads. A
-case costs only its training. Lightning sees processes that somebody else launched: the environment variables are those
-that a launcher would set.
+case costs only its training. Lightning sees processes of another launcher, with the environment variables that it would
+set.
 
 The parent talks to each rank over a pipe of its own. A rank that raises, dies or does not answer fails the call with
 everything that is known about it, and the next call gets new processes, as the others may be stuck in a collective.
@@ -70,7 +70,7 @@ def let_go() -> None:
     """Give gloo's threads a moment to drop the last collective, before its group goes.
 
     With torch 2.6 a group that is destroyed in the same instant can hang: one of its threads wants the GIL to drop a
-    tensor, and whoever destroys the group holds it.
+    tensor, and the thread that destroys the group holds it.
     """
     time.sleep(0.1)
 
@@ -182,7 +182,7 @@ class RankPool:
             self._signal(signal.SIGSTOP)
             return [answers[number][1] for number in range(self.world_size)]
         report = self._report(answers, timeout)
-        self.stop(grace=0.0)  # whoever did not fail may wait for whoever did
+        self.stop(grace=0.0)  # the others may wait for one that failed
         raise RanksFailed(report)
 
     def run_once(self, function: Callable[..., Any], /, **arguments: Any) -> list[Any]:

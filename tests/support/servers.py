@@ -79,7 +79,7 @@ def _after_the_servers(rank: int, count: int) -> Iterator[list[subprocess.Popen[
 
 @contextmanager
 def on_nodes(rank: int, nodes: int) -> Iterator[None]:
-    """Have a rank of the pool be one of several nodes', as many on each, for whoever looks at the environment."""
+    """Make a rank of the pool belong to one of several equal nodes, as the environment says."""
     each = int(os.environ["LOCAL_WORLD_SIZE"]) // nodes  # of the pool; Lightning takes WORLD_SIZE away after a fit
     place = {"NODE_RANK": str(rank // each), "LOCAL_RANK": str(rank % each), "LOCAL_WORLD_SIZE": str(each)}
     with patch.dict(os.environ, place):

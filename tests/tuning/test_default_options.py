@@ -1,4 +1,4 @@
-"""What a search may cost unless somebody says otherwise, as the documentation has it."""
+"""What a search may cost by default, as the documentation says."""
 
 from __future__ import annotations
 

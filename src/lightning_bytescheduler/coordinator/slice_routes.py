@@ -69,14 +69,14 @@ class SliceRoutes:
     def take_back(
         self, members: Iterable[Member], workers: Mapping[str, WorkerProgress], rounds: RoundOptions, now: float
     ) -> None:
-        """Let others have what a member holds that is cut off or stands still.
+        """Give the slices of members that are cut off or stand still to others.
 
-        One that is connected may be back at once, so it is given as long again.
+        A connected member may resume at any moment, so it gets twice the time.
 
         Args:
-            members: All there are.
+            members: All members.
             workers: Those of them that take part in rounds, by name.
-            rounds: Say how long one may be silent.
+            rounds: The options that say how long a member may be silent.
             now: In seconds.
         """
         for member in members:

@@ -238,7 +238,7 @@ class StateStore:
                     metadata = file.metadata() or {}
                     tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # it is no dict
             except SafetensorError as error:
-                raise ValueError(f"it is no file of safetensors ({error})") from error
+                raise ValueError(f"it is not a safetensors file ({error})") from error
         text = metadata.get(_PLAIN, "")
         if metadata.get("checksum") != _checksum(text, tensors):
             raise ValueError("it is not what was written (its checksum differs)")
