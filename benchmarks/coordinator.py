@@ -1,13 +1,13 @@
 """What a coordinator's work costs beside its traffic: updates of a large model, and reports of a thousand workers.
 
-``updates``: workers send an update each and get the mean, through a coordinator and through the same HTTP server with
-no work behind it (what comes in is dropped, what goes out is there already), in turn; both in a process of their own. A
-ratio of 1 would mean that summing, encoding, hashing and stepping are free. Only times of one run compare. The mean of
-one update is that update, so two workers and more show what sums cost; with ``--spread`` they cannot be formed in
-doubles alone, as the updates' magnitudes differ too much.
+``updates``: each worker sends an update and gets the mean, in turn from a coordinator and from the same HTTP server
+without work (it drops updates, and has its answer ready). Both are in one separate process. A ratio of 1 would mean
+that summing, encoding, hashing and stepping are free. Compare only times of one run. The mean of one update is that
+update, so two or more workers show what sums cost. With ``--spread`` the updates' magnitudes differ so much that sums
+need more than doubles.
 
-``reports``: simulated workers, each with a WebSocket, report their steps at fixed times, as frames that wait for the
-answer to the last one, see ``report_workers.py``; the coordinator has one core and the workers another.
+``reports``: simulated workers, each with a WebSocket, report their steps at fixed times, in frames that wait for the
+answer to the one before, see ``report_workers.py``; the coordinator has one core and the workers another.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import run_options
 from lightning_bytescheduler.diloco.round_end import RoundOptions
 
 _CHUNK = 1 << 20
-_MADE = 9  # first rounds, which make the memory: means of 8 are kept
+_MADE = 9  # first rounds, which allocate memory, as 8 means are kept
 _PARAMETERS_IN_TENSOR = 1 << 22
 
 Model = tuple[protocol.ModelParameter, ...]
@@ -53,13 +53,15 @@ Model = tuple[protocol.ModelParameter, ...]
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("updates", "reports"))
     parser.add_argument("--workers", type=int, nargs="+", help="default: 2 for updates, 1000 for reports")
-    parser.add_argument("--parameters", type=int, default=100_000_000, help="of updates (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="of updates (default: %(default)s)")
+    parser.add_argument(
+        "--parameters", type=int, default=100_000_000, help="size of the model for updates (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of updates (default: %(default)s)")
     parser.add_argument("--pause", type=float, default=0.4, help="seconds after each round, for the outer step")
     parser.add_argument("--wire-dtypes", nargs="+", choices=WIRE_DTYPES, default=["fp32", "bf16", "int8"])
     parser.add_argument("--spread", action="store_true", help="magnitudes that differ by 2^40, log-normal")
     parser.add_argument("--rate", type=float, default=10.0, help="steps a second of reports (default: %(default)g)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of reports (default: %(default)g)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of reports (default: %(default)g)")
 
 
 def measure(options: argparse.Namespace) -> Iterator[Results]:
@@ -89,7 +91,7 @@ def _serve(pipe: Connection, options: Options, core: int | None, payload_bytes: 
 
 
 async def _idle(payload: memoryview) -> str:
-    """Start the same HTTP server, whose requests have nothing to do; returns where it is."""
+    """Start the same HTTP server, whose routes do no work; returns its URL."""
 
     async def put(request: web.Request) -> web.Response:
         async for _ in request.content.iter_any():
@@ -116,7 +118,7 @@ async def _idle(payload: memoryview) -> str:
 
 @contextmanager
 def _served(options: Options, *, core: int | None = None, payload_bytes: int = 1) -> Iterator[tuple[int, str, str]]:
-    """Serve in a process of its own; gives its number, and where the coordinator and the server without work are."""
+    """Serve in a separate process; yields its id, and the URLs of the coordinator and of the server without work."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, options, core, payload_bytes))

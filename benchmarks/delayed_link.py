@@ -2,9 +2,9 @@
 
 Each host is a network namespace, as with `ShapedLink`, but its ``eth0`` is a TUN device rather than the end of a veth
 pair. A process of ours holds the other side of all of them and is the switch: it reads a packet, waits for its turn on
-the receiver's link and for the time that the way takes, and hands it to the receiver. What a host sends is limited by
+the receiver's link and for the delay, and hands it to the receiver. What a host sends is limited by
 the kernel (``tc tbf``), what it receives by the forwarder. Packets hold up to 64 KiB, so that a forwarder in Python
-keeps up: four hosts that all send and receive 500 Mbit/s cost it about a seventh of a core (measured).
+keeps up.
 
 Limits: Linux and root only, and ``/dev/net/tun``. Links are neither lossy nor jittery on purpose, but a busy machine
 makes packets later than asked for, never earlier. More than 64 MiB on their way to one host are dropped.
@@ -36,7 +36,7 @@ _CLONE_NEWNET = 0x40000000
 _MTU = 65520
 _MOST_WAITING = 64 * 2**20
 PAYLOAD_SHARE = (_MTU - 52) / _MTU
-"""Of a full packet: what is not IP's and TCP's."""
+"""Share of a full packet that is not IP's or TCP's header."""
 
 _REPOSITORY = Path(__file__).parents[1]
 _DESTINATION = slice(16, 20)  # of an IPv4 packet
@@ -189,7 +189,7 @@ def _open_devices(hosts: Sequence[tuple[str, bytes]]) -> dict[bytes, int]:
 
 
 def processor_seconds(pid: int) -> float:
-    """That a process has computed for."""
+    """Return the processor time of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

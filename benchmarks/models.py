@@ -59,7 +59,7 @@ REAL_MODELS = {
     "100 small layers": lambda: ManyLayers(depth=100, width=64, batch_size=256),
     "100 layers": lambda: ManyLayers(depth=100, width=256, batch_size=64, activation=nn.Tanh),
 }
-"""What can be trained for real, by name."""
+"""Models with real compute, by name."""
 
 
 def validation_windows(windows: Windows, count: int) -> Dataset[Any]:

@@ -103,11 +103,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.25, 0.5, 1.0, 2.0, 4.0], metavar="RATIO")
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4], metavar="N")
-    parser.add_argument("--megabytes", type=float, default=30.0, help="of gradients (default: %(default)g)")
+    parser.add_argument("--megabytes", type=float, default=30.0, help="size of all gradients (default: %(default)g)")
     parser.add_argument("--not-ahead", action="store_true", help="an accelerator that is a sleep in each layer")
     parser.add_argument("--raw-kernels", action="store_true", help="only custom autograd functions get the weights")
     parser.add_argument("--statistics", action="store_true", help="layers have buffers, as of a batch normalization")
-    parser.add_argument("--contenders", nargs="+", metavar="NAME", help="of emulated networks, beside 'alone'")
+    parser.add_argument(
+        "--contenders", nargs="+", metavar="NAME", help="contenders on emulated networks, beside 'alone'"
+    )
     parser.add_argument("--mbit", type=float, default=500.0, help="rate of each worker's link (default: %(default)g)")
     far = "round trip of one more link, for the first network, ratio 1, most workers; 0: none (default: %(default)g)"
     parser.add_argument("--round-trip-ms", type=float, default=20.0, metavar="MS", help=far)

@@ -47,7 +47,7 @@ def train(job: Job) -> Job:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=REAL_MODELS, default="100 layers")
-    parser.add_argument("--steps", type=int, default=500, help="of each fit (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=500, help="steps of each fit (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=8, help="fits of each (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--contender", default="bytescheduler", help="what is compared with ddp (default: %(default)s)")

@@ -41,15 +41,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--ranks-per-node", type=int, default=1, help="which share a link (default: 1)")
     parser.add_argument("--servers", type=int, nargs="+", default=[0, 2, 4])
-    parser.add_argument("--mbit", type=float, default=300.0, help="of each link (default: %(default)s)")
-    parser.add_argument("--megabytes", type=float, default=15.0, help="of gradients (default: %(default)s)")
+    parser.add_argument("--mbit", type=float, default=300.0, help="rate of each link (default: %(default)s)")
+    parser.add_argument("--megabytes", type=float, default=15.0, help="size of all gradients (default: %(default)s)")
     parser.add_argument("--ratios", type=float, nargs="+", default=[2.0, 8.0])
     parser.add_argument("--network", default="uniform")
     parser.add_argument("--steps", type=int, default=8, help="measured, of each contender (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--partition", type=int, help="parameters, with servers (default: the strategy's)")
     parser.add_argument("--credit", type=int, help="parameters, with servers (default: the strategy's)")
-    parser.add_argument("--congestion-control", help="of TCP, such as reno or bbr (default: the machine's)")
+    parser.add_argument(
+        "--congestion-control", help="TCP's congestion control, such as reno or bbr (default: the machine's)"
+    )
 
 
 def measure(options: argparse.Namespace) -> Iterator[Results]:

@@ -27,9 +27,9 @@ class Panel:
     x: str
     y: str
     title: str = ""
-    level: float | None = None  # of a thin line across
-    at: float | None = None  # of a dotted line upwards
-    logarithm: int = 0  # base of the axis across; 0: it has none
+    level: float | None = None  # height of a thin horizontal line
+    at: float | None = None  # place of a dotted vertical line
+    logarithm: int = 0  # base of a logarithmic horizontal axis; 0 for a linear one
 
 
 def draw(path: Path, rows: Sequence[Sequence[Panel]]) -> None:

@@ -1,4 +1,4 @@
-"""What slices cost, and what others do.
+"""The speed of slices, beside other loaders.
 
 ``loaders``: epochs of slices, litdata and MosaicML streaming on the same local data, with 0, 2 and 4 processes that
 read. Each lives in a process of its own and reads an epoch when it is its turn, so that no threads or caches of one are
@@ -133,8 +133,8 @@ def compare_loaders(
     """Read the same samples by all loaders that are installed, in turns: epochs of which the first does not count.
 
     Returns:
-        By loader and number of processes: samples a second, seconds to the first batch, and what slices reach of the
-        better of the others.
+        By loader and number of processes: samples a second, seconds to the first batch, and the speed of slices over
+        that of the better other loader.
     """
     names = [name for name, module in _REQUIRES.items() if importlib.util.find_spec(module) is not None]
     context = multiprocessing.get_context("spawn")
@@ -158,7 +158,7 @@ def compare_loaders(
                     told[name].append(_answer(pipes[name]))
             setting = {"samples": samples, "batch_size": batch_size, "workers": number}
             best = 0.0
-            for name in reversed(names):  # slices last, beside the better of the others
+            for name in reversed(names):  # slices last, to compare them with the better other loader
                 timed = told[name][1:]
                 values = {"samples/s": [one["seen"] / one["seconds"] for one in timed]}
                 values |= {key: [one[key] for one in timed] for key in ("first batch [s]", "seen")}
@@ -180,7 +180,7 @@ def _answer(pipe: Any) -> Any:
 
 
 class DistantSource(SliceSource):
-    """A source behind a long way of limited bandwidth, which all requests share."""
+    """A distant source, whose limited bandwidth all requests share."""
 
     def __init__(self, source: SliceSource, *, seconds: float, bandwidth: float) -> None:
         self.__dict__.update(source.__dict__)
@@ -259,12 +259,16 @@ def fit_stall(
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", nargs="?", choices=("loaders", "fit"), help="one of them (default: both)")
-    parser.add_argument("--samples", type=int, default=40_000, help="of an epoch of loaders (default: %(default)s)")
+    parser.add_argument(
+        "--samples", type=int, default=40_000, help="samples of an epoch of loaders (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="epochs of loaders that count (default: %(default)s)")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2, 4], help="processes that read for loaders")
-    parser.add_argument("--slices", type=int, default=16, help="of the fit (default: %(default)s)")
-    parser.add_argument("--slice-mb", type=float, default=4.0, help="of the fit (default: %(default)g)")
-    parser.add_argument("--seconds-per-slice", type=float, default=0.4, help="of the fit (default: %(default)g)")
+    parser.add_argument("--slices", type=int, default=16, help="slices of the fit (default: %(default)s)")
+    parser.add_argument("--slice-mb", type=float, default=4.0, help="size of a slice of the fit (default: %(default)g)")
+    parser.add_argument(
+        "--seconds-per-slice", type=float, default=0.4, help="compute of a slice of the fit (default: %(default)g)"
+    )
     parser.add_argument("--fit-workers", type=int, default=0, help="processes that read for the fit")
 
 

@@ -49,11 +49,13 @@ class Slowly(L.Callback):
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.coordinator", description=__doc__.splitlines()[0])
-    parser.add_argument("--url", default="http://127.0.0.1:7077", help="of the coordinator (default: %(default)s)")
+    parser.add_argument("--url", default="http://127.0.0.1:7077", help="URL of the coordinator (default: %(default)s)")
     parser.add_argument("--ca", help="file of the authority that signed its certificate")
     parser.add_argument("--token-file", help="file with its token")
-    parser.add_argument("--name", help="of this worker in the run")
-    parser.add_argument("--slowness", type=float, default=1.0, help="of this worker (default: %(default)s)")
+    parser.add_argument("--name", help="name of this worker in the run")
+    parser.add_argument(
+        "--slowness", type=float, default=1.0, help="how many times slower this worker is (default: %(default)s)"
+    )
     parser.add_argument("--tiny", action="store_true", help="a model to try the example itself with")
     parser.add_argument("--output", type=Path, default=Path("coordinator_output"))
     return parser.parse_args(arguments)

@@ -51,9 +51,14 @@ class SlowWorker(L.Callback):
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.diloco", description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=200, help="of the fastest worker (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="steps of the fastest worker (default: %(default)s)")
     parser.add_argument("--windows", type=int, default=320, help="that end a round (default: %(default)s)")
-    parser.add_argument("--slowness", type=float, default=3.0, help="of all but the first (default: %(default)s)")
+    parser.add_argument(
+        "--slowness",
+        type=float,
+        default=3.0,
+        help="how many times slower all workers but the first are (default: %(default)s)",
+    )
     parser.add_argument("--wire", default="bf16", choices=["fp32", "bf16", "int8", "int4"])
     parser.add_argument("--fragments", type=int, default=1, help="sent in turn, one a round (default: %(default)s)")
     parser.add_argument("--overlap", type=int, default=0, help="steps while a fragment travels (default: %(default)s)")

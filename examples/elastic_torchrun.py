@@ -119,8 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.elastic_torchrun", description=__doc__.splitlines()[0])
     parser.add_argument("--strategy", choices=["bytescheduler", "diloco"], default="bytescheduler")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=8_000, help="of an epoch (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=48, help="of all ranks together (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=8_000, help="samples of an epoch (default: %(default)s)")
+    parser.add_argument(
+        "--batch-size", type=int, default=48, help="batch size of all ranks together (default: %(default)s)"
+    )
     parser.add_argument("--accumulate", type=int, default=1, help="batches of a step (default: %(default)s)")
     parser.add_argument("--loader-workers", type=int, default=0, help="that load data (default: %(default)s)")
     parser.add_argument("--every", type=int, default=20, help="steps from checkpoint to checkpoint")

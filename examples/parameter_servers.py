@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train twice, and compare."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--servers", type=int, default=1, help="processes that only add up (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=40, help="of each training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each training (default: %(default)s)")
     options = parser.parse_args(arguments)
     # Parts of 100,000 parameters, so that there are some to be placed.
     strategy = ByteSchedulerStrategy(

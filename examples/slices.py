@@ -61,7 +61,7 @@ class NextCharacter(LightningModule):
 
 @contextmanager
 def served_library(folder: Path, size: int) -> Iterator[str]:
-    """Slices of so many bytes of Python's own library, over http."""
+    """Serve ``size`` bytes of Python's own library over http, in slices; yields the URL."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"".join(source.read_bytes() for source in sources)[:size]
     (folder / "library.txt").write_bytes(text)
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.slices", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--url", help="slices of text; those of Python's library by default")
     parser.add_argument("--size", type=int, default=1_000_000, help="bytes of the library")
-    parser.add_argument("--steps", type=int, default=100, help="after which the first fit stops")
+    parser.add_argument("--steps", type=int, default=100, help="steps after which the first fit stops")
     parser.add_argument("--workers", type=int, default=0, help="processes that read")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:

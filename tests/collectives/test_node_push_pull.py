@@ -23,7 +23,7 @@ NODES, RANKS = 2, 3
 
 
 def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
-    """What each returns or raises, on a thread of its own."""
+    """Call each on a thread of its own; returns what they return or raise."""
     results: list[Any] = [None] * len(calls)
 
     def call(index: int) -> None:

@@ -22,7 +22,7 @@ DIGEST = "d" * 32
 
 
 class Played:
-    """A run whose clock stands still unless it is told."""
+    """A run whose clock moves only when a test moves it."""
 
     def __init__(self, **options: Any) -> None:
         self.now = 0.0

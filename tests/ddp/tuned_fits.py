@@ -1,4 +1,4 @@
-"""Fits that are tuned, run on every rank of a pool; trials are short, and so may fits be."""
+"""Tuned fits on every rank of a pool, with short trials, so that the fits can be short."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Seen:
     Attributes:
         is_decided: In each step, whether rank 0 decides from step to step how it is taken.
         tunes_sizes: In each step, whether sizes are searched; on rank 0.
-        points: In force in each step; (0, 0) for plain DDP.
-        tuners: Among the callbacks in mid-fit.
-        left: Of ours after the fit: callbacks and threads.
-        entries: The tuner's.
+        points: The sizes in force in each step; (0, 0) for plain DDP.
+        tuners: Number of tuners among the callbacks in mid-fit.
+        left: This package's callbacks and threads that are left after the fit.
+        entries: The tuner's entries.
         is_settled: At each step, on rank 0.
-        metrics: For the progress bar, at the end.
-        said: Lines of ours in the log.
-        plan: In words, at the end.
+        metrics: Metrics of the progress bar, at the end.
+        said: This package's lines in the log.
+        plan: The plan in words, at the end.
     """
 
     is_decided: list[bool] = field(default_factory=list)
@@ -86,15 +86,15 @@ def tuned_fit(
     """Fit once.
 
     Args:
-        rank: This one.
-        steps: Of the optimizer.
-        environment: Without the prefix.
-        options: Of the strategy, whose buckets are small.
+        rank: This rank.
+        steps: Optimizer steps.
+        environment: Variables of this package, named without the prefix.
+        options: Options of the strategy, whose buckets are small.
         tuner: The user's, if given.
         logs: Where a logger writes.
-        save: Checkpoints by step.
+        save: Checkpoints to write, by step.
         resume: A checkpoint.
-        slow: Whether the link is taken for a slow one, on which steps overlap and are tuned from the start.
+        slow: Whether the link counts as slow, so that steps overlap and are tuned from the start.
     """
     seen = Seen()
     callbacks: list[Callback] = [_Looks(seen, save or {})]

@@ -1,4 +1,4 @@
-"""The projection says what playing every step says, and does not play many of them."""
+"""The projection equals playing every step, and plays only a few of them."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_a_worker_s_failure_ends_all(fails: int, diloco_ranks: RankPool, tmp_pat
 
 
 def shared_slices(timeout: float) -> tuple[SharedSlices, SharedSlices, Mock]:
-    """Of two workers in this process, and their data module."""
+    """The slices of two workers in this process, and their data module."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     data: Any = Mock(training=None)
     first, second = (

@@ -265,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--machines", type=float, default=0.25, help="share of kills that hit a machine")
     parser.add_argument("--strategy", default="bytescheduler", choices=["bytescheduler", "diloco"])
-    parser.add_argument("--calm-ranks", type=int, default=1, help="of the training without a kill (default: 1)")
+    parser.add_argument("--calm-ranks", type=int, default=1, help="ranks of the training without a kill (default: 1)")
     parser.add_argument("--every", type=int, default=20, help="steps from checkpoint to checkpoint (default: 20)")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--loader-workers", type=int, default=0)

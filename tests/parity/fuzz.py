@@ -101,7 +101,7 @@ def fuzz(pool: RankPool, seeds: Sequence[int], console: Console, *, compare: Che
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.parity.fuzz", description=__doc__)
-    parser.add_argument("--seed", type=int, help="of the first training; those after it have the next ones")
+    parser.add_argument("--seed", type=int, help="seed of the first training; later ones have the next seeds")
     parser.add_argument("--count", type=int, default=200, help="how many trainings (default: %(default)s)")
     options = parser.parse_args(arguments)
     seed: int = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed

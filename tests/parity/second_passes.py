@@ -1,4 +1,4 @@
-"""What people write that adds to gradients, or changes them, after a backward pass whose gradients are under way."""
+"""User code that adds to gradients, or changes them, while those of a backward pass still travel."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.slices.fits import SaveEveryStep, fit, make_rows
 pytest.importorskip("s3fs")
 moto_server = pytest.importorskip("moto.server")
 
-# What botocore, flask and their like say of themselves is not ours to judge.
+# Warnings of botocore, flask and the like are not this package's.
 pytestmark = pytest.mark.filterwarnings("default")
 
 

@@ -24,7 +24,7 @@ __all__ = ["needed_by"]
 
 
 def needed_by(requirements: list[Requirement]) -> Iterator[Distribution]:
-    """Each installed distribution that these lead to, once for every set of extras it is asked for with."""
+    """Each installed distribution that these requirements lead to, once for each set of extras."""
     left = [requirement for requirement in requirements if _applies(requirement, {""})]
     done = set[tuple[str, frozenset[str]]]()
     while left:
@@ -56,7 +56,7 @@ def _main(wheel: Path, environment: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """With what Python has compiled it to."""
+    """Link a file, and what Python has compiled it to."""
     if target.exists():
         return
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ class LateNetwork:
 
     Args:
         rank: Seeds the delays, so that they differ between ranks.
-        mean_delay: Of each partition, in seconds.
+        mean_delay: Mean delay of each partition, in seconds.
         held: Let no gradient of a step leave before the *next* training step has begun. A wait for
             gradients before that is in vain: after ``patience`` they leave after all, and ``forced`` counts it.
         patience: In seconds.

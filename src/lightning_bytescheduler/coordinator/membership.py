@@ -265,7 +265,7 @@ class Membership:
             member.heard = now
         names, digests = {one.name for one in members}, {one.digest for one in members}
         if len(names) < len(members) or len(digests) < len(members):
-            raise OptionError("state of the members", state, "one in which each name and session is there once")
+            raise OptionError("state of the members", state, "one with each name and session once")
         self._known = {one.name: one for one in members}
         self._by_digest = {one.digest: one for one in members}
         self._incarnations = max([known["incarnations"], *(one.incarnation for one in members)])
