@@ -81,7 +81,7 @@ def _powersgd_in_turn(state: list[Any], bucket: dist.GradBucket) -> torch.future
     return found
 
 
-# What a word of a contender's name makes of the options of its strategy.
+# How each word of a contender's name changes the options of its strategy.
 _DDP: dict[str, Callable[[Any], dict[str, Any]]] = {
     r"(\d+) MB buckets": lambda size: {"bucket_cap_mb": int(size), "gradient_as_bucket_view": True},
     "bf16 on the wire": lambda _: {"kind": _HookedDDP},

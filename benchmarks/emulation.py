@@ -7,8 +7,8 @@ As on a GPU, work is queued ahead: while a layer computes in the forward pass, t
 for its weights, steps them), which begins when both are done. In the backward pass, where a gradient has to be there
 before it is sent, this process waits for the end of each layer. If it wakes up a little late, no layer becomes late.
 
-An accelerator that does *not* run ahead is a plain sleep in each layer on the training thread, as where the processor
-itself computes: that thread's other work, and its late waking, add to the time.
+An accelerator that does *not* run ahead is a plain sleep in each layer on the training thread, as if the processor
+itself computed: that thread's other work, and its late waking, add to the time.
 
 *Raw kernels* are layers whose weights only a custom ``torch.autograd.Function`` gets, which takes their memory as
 extensions do: no PyTorch function touches them.

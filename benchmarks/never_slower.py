@@ -1,4 +1,4 @@
-"""Measures that nothing is lost where nothing is to be gained; without root.
+"""Measures whether ``bytescheduler`` is slower than ``ddp`` where there is nothing to gain; without root.
 
 Two ranks on loopback, each on a processor of its own, train a model with real compute under ``ddp`` and under
 ``bytescheduler`` as it is by default, in turns and in both orders (ddp, ours, ours, ddp, ...), in the same processes.

@@ -77,7 +77,7 @@ def measure(options: argparse.Namespace) -> Iterator[Results]:
 
 
 def _answers(place: Place, jobs: list[Job]) -> list[Job]:
-    """What rank 0 answers to each job; each has servers of its own, which wait for it at its rendezvous."""
+    """Rank 0's answers to all jobs. Each job has its own servers, which wait for it at its rendezvous."""
     with ranks_of(place, train, jobs) as ranks:
         link = ranks.link
         if link is None:

@@ -87,7 +87,7 @@ def main(work: str, jobs: str) -> None:
     do: Callable[[Any], Any] = getattr(importlib.import_module(module), function)
     first_port = int(os.environ["MASTER_PORT"])
     for number, job in enumerate(json.loads(jobs)):
-        # Each rendezvous has a store of its own: in the last one's, addresses of groups that are gone would be found.
+        # Each rendezvous has its own store, as the last one's still has addresses of groups that are gone.
         os.environ["MASTER_PORT"] = str(first_port + number)
         torch.manual_seed(0)
         answer = do(job)

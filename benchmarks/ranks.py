@@ -1,6 +1,6 @@
 """Starts ranks, on this machine's loopback or as hosts on links of limited rate, and has them train in turns.
 
-The same processes train all that is compared, one after the other, so that a machine that drifts drifts for all.
+The same processes train all contenders, one after the other, so a machine that drifts affects all alike.
 """
 
 from __future__ import annotations

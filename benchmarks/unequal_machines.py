@@ -1,6 +1,6 @@
 """Balanced batches against equal ones, on machines of unequal speed.
 
-Speeds are played by sleeping (``examples/unequal.py``); the text, the model's arithmetic and the communication are
+Speeds are simulated by sleeping (``examples/unequal.py``); the text, the model's arithmetic and the communication are
 real. A step is the median of the second half of a fit. Contenders take turns in the same processes.
 """
 

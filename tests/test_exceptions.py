@@ -1,4 +1,4 @@
-"""Errors travel between processes: as they were, with what they were made from."""
+"""Errors travel between processes unchanged, with the arguments that they were made from."""
 
 from __future__ import annotations
 

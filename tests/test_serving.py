@@ -1,4 +1,4 @@
-"""Who has no token, or no certificate that is good, is refused, counted, and told nothing. No token is ever shown."""
+"""A client without a token, or without a good certificate, is refused, counted, and told nothing. No token is shown."""
 
 from __future__ import annotations
 

@@ -42,8 +42,7 @@ class StepTimes(Callback):
 
 
 class LinkTime(Callback):
-    """Before training, times an all-reduce of as many bytes as the gradients have, with nothing else going
-    on.
+    """Before training, times an all-reduce of as many bytes as the gradients have, with nothing else going on.
 
     Attributes:
         seconds: The median of a few trials; None where the rank trains alone.

@@ -36,14 +36,14 @@ class ByAddress(Tower):
 
 
 class Unrepeatable(Tower):
-    """Adds what no seed reaches."""
+    """Adds random numbers that no seed controls."""
 
     def predict(self, inputs: Tensor) -> Tensor:
         return super().predict(inputs) + int.from_bytes(os.urandom(2), "big") / 2**16
 
 
 class FailsWhenGated(Tower):
-    """Does not put up with a parameter's class."""
+    """Fails if a parameter has another class."""
 
     def predict(self, inputs: Tensor) -> Tensor:
         if type(self.last.weight) is not nn.Parameter:
@@ -52,7 +52,7 @@ class FailsWhenGated(Tower):
 
 
 class Sleeps(Tower):
-    """Does not come to its first step."""
+    """Never reaches its first step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         threading.Event().wait(600.0)

@@ -18,7 +18,7 @@ from lightning_bytescheduler.checking.report import RunSpec
 
 @pytest.mark.parametrize("given", ["ddp", "bytescheduler", "bytescheduler_spawn", "ddp_find_unused_parameters_true"])
 def test_a_strategy_may_be_given_by_its_name(given: str) -> None:
-    """Ours are in the registry as what imports them."""
+    """The registry has this package's strategies as functions that import them."""
     plain = strategy_for(RunSpec(strategy="ddp", steps=3), given)
     assert type(plain) is DDPStrategy
     ours = strategy_for(RunSpec(strategy="configured", steps=3), given)

@@ -135,7 +135,7 @@ def untrained(record):
     ],
 )
 def test_what_no_order_of_sums_changes_is_a_difference(change, headline: str, said: str, setup: dict) -> None:
-    """Though it is the same whether updates are deferred or not, and losses begin as ddp's do."""
+    """Even if deferring updates changes nothing, and losses begin like ddp's."""
 
     def changed(spec, record):
         return change(record) if spec.strategy != "ddp" else record

@@ -73,7 +73,7 @@ def test_what_is_the_same_leaves_nothing_behind(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ["{}", '{"gradient_clip_val": 0.1}'])
 def test_a_read_through_an_address_is_found(tmp_path: Path, options: str) -> None:
-    """Clipped gradients are held against a run that defers nothing, so that there is no third run to tell from."""
+    """Clipped gradients are compared with a run that defers nothing, so no third run is needed."""
     code, said = checked(tmp_path, "ByAddress", options)
     assert code == 1, said
     assert said.startswith("different from step 4 on, first tensor 'first.weight'")

@@ -4,7 +4,7 @@ import threading
 
 
 class Part:
-    """What threads that wait for operations tell a sub-task."""
+    """A sub-task that notes what threads waiting for operations tell it."""
 
     name = "part"
     size = 4

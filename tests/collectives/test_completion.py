@@ -47,7 +47,7 @@ class Work:
 
 
 class SubTask:
-    """What the thread tells the outcome to."""
+    """Receives the outcome from the thread."""
 
     def __init__(self, name: str, outcomes: list[tuple[str, BaseException | None]]) -> None:
         self.name = name
@@ -133,7 +133,7 @@ def test_the_first_error_fails_everything_after_it_with_its_explanation() -> Non
         subs = [watch.watch(f"part {n}", work) for n, work in enumerate(works)]
         closed = RuntimeError("gloo: Connection closed by peer")
         works[1].end(closed)
-        # The last is never joined by anybody, and is not waited for.
+        # No rank joins the last one, and it is not waited for.
         assert subs[2].ended.wait(WAIT)
         assert watch.outcomes == [("part 0", None), ("part 1", cause), ("part 2", cause)]
         assert watch.errors == [closed]

@@ -55,7 +55,7 @@ def test_each_thread_has_a_stream_of_its_own_and_waits_for_that_alone(payloads: 
                 seen.append(payloads.fake.current_stream())
 
     work()
-    seen[0].enqueue(lambda: None, when=lambda: False)  # whatever comes behind that is not done
+    seen[0].enqueue(lambda: None, when=lambda: False)  # nothing behind it is done
     other = threading.Thread(target=work)
     other.start()
     other.join(WAIT)

@@ -220,7 +220,7 @@ def test_messages_are_not_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_message_is_sent_though_the_one_before_has_not_been_waited_for() -> None:
-    """Over long ways: what is expected ahead needs no word of the follower."""
+    """On links with long round trips: a receive that was posted in advance needs no word of the follower."""
     leader, follower = make_groups(2)
     deciding = DecidingOrder(leader, direct=True)
     expected = FollowingOrder(follower, pytest.fail, direct=True)

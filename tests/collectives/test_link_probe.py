@@ -82,7 +82,7 @@ def test_hiccups_of_the_processor_do_not_count(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_load_that_passes_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link that answers in 0.1 ms is no far one because something else ran as a fit began."""
+    """A link that answers in 0.1 ms is not far, even if other work slowed the first probes."""
     link, late = Link(1e-4, 1e-9), iter([0.06, 0.0, 0.02, 0.0, 0.035, 0.0, 0.05, 0.0, 0.015])
 
     def under_load(tensor: torch.Tensor, **_: Any) -> None:

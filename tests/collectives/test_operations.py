@@ -26,7 +26,7 @@ def contribution(rank: int, size: int, kind: torch.dtype) -> torch.Tensor:
 
 
 def run_operations(rank: int, world_size: int) -> list[str]:
-    """What is not as it should be, in words."""
+    """Describe each operation whose result is wrong."""
     join_default_group(rank, world_size=world_size)
     group = dist.group.WORLD
     assert group is not None

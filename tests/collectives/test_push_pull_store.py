@@ -109,7 +109,7 @@ def test_ranks_that_initialise_unlike_tensors_are_told(two_plain_ranks: RankPool
 
 @pytest.fixture
 def alone() -> Iterator[PushPullStore]:
-    """Of one process."""
+    """Use a store in one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with PushPullStore(partition_size=10, credit=10) as store:

@@ -1,4 +1,4 @@
-"""The two lanes of long ways: what is urgent arrives though what was sent before it has not."""
+"""The two lanes for long round trips: urgent parts arrive before parts that were sent earlier."""
 
 from __future__ import annotations
 

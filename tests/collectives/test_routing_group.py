@@ -142,7 +142,7 @@ def test_what_waits_for_its_turn_or_went_out_directly_is_under_way() -> None:
 
 
 def test_a_call_that_starts_nothing_leaves_nothing_under_way() -> None:
-    """As a backend may say for a call on nothing."""
+    """A backend may do so for a call without tensors."""
     direct = Routed(FakeDevice(0))
     direct.group.in_order = False
     assert direct.group._route("allreduce", lambda _: None) is None  # type: ignore[arg-type, return-value, func-returns-value]

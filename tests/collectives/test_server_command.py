@@ -1,4 +1,4 @@
-"""The command ends as it is told to."""
+"""The command ends when it is told to."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_what_a_server_waits_for_is_said_at_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_server_shows_that_it_lives_while_it_waits_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As while it connects to a worker that has just died."""
+    """For example while it connects to a worker that has just died."""
     job = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = server_meeting.meeting_store(job)
 

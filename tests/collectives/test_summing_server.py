@@ -80,7 +80,7 @@ def announced(*, fit: int = 1, workers: int = 1, servers: int) -> Announcement:
 
 
 def with_servers(groups: list[Any], servers: int = 1) -> list[PushPull]:
-    """Workers whose parts all go to spare servers, where there are such; the groups are theirs, then the servers'."""
+    """Workers whose parts all go to spare servers, if there are any. Groups: the workers' first, then the servers'."""
     workers = range(len(groups) - servers)
     shares = PlacedParts(workers=1, servers=1) if servers else PlacedParts(workers=len(workers), servers=0)
     return [PushPull(group, workers, shares) for group in groups[: len(workers)]]
@@ -284,7 +284,7 @@ def test_a_training_whose_first_rank_has_left_may_still_say_goodbye() -> None:
 
 
 def test_a_worker_that_dies_while_all_connect_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the time to connect in is not that of messages."""
+    """And connecting has a shorter timeout than messages."""
     monkeypatch.setattr(server_meeting, "_CONNECTING_S", 1.0)
     store, fit = dist.HashStore(), announced(workers=2, servers=0)
     store.set("fit/1/here/0", Introduction(rank=0, facts={}).encode())
@@ -305,7 +305,7 @@ class _Dies(SummingServer):
     """Its other worker dies; that thread comes late to say so."""
 
     def _lost(self, rank: int | None, what: str, error: BaseException) -> None:
-        # If the summing thread could end in order now, it would take what this worker waits for for over.
+        # If the summing thread could end in order now, it would believe that this worker's wait is over.
         self._over.wait(0.2)
         super()._lost(rank, what, error)
 

@@ -1,4 +1,4 @@
-"""Every compressor once more, in plain NumPy: what is read again of a part, from the same random numbers."""
+"""Every compressor once more, in plain NumPy: the decoded part, for the same random numbers."""
 
 from __future__ import annotations
 

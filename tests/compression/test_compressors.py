@@ -35,7 +35,7 @@ ALL = [*SPECS, "topk:0.05:int8", "topk:0.05:int4"]
 
 
 def gradient(step: int, worker: int, size: int = SIZE) -> Tensor:
-    """With a direction that stays, and elements of very different magnitude."""
+    """A gradient with a constant part, and elements of very different magnitude."""
     generator = torch.Generator().manual_seed(1000 * step + worker)
     spread = torch.logspace(-4, 1, size)
     return (torch.randn(size, generator=generator) + 0.3) * spread

@@ -1,4 +1,4 @@
-"""Codecs on a device: of what is there alone, and what is read there are the bits that are read on a CPU."""
+"""Codecs on a device: only data there is encoded, and decoding gives the bits of a CPU."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def gradient(rank: int, step: int) -> Tensor:
 
 
 class Product(nn.Module):
-    """Whose gradient is what it is given."""
+    """A model whose gradient is the given one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -92,7 +92,7 @@ def test_it_is_a_function_of_the_seed() -> None:
     state = torch.get_rng_state()
     assert torch.equal(wire.encode(tensor, seed=3), wire.encode(tensor, seed=3))
     assert not torch.equal(wire.encode(tensor, seed=3), wire.encode(tensor, seed=4))
-    assert torch.equal(state, torch.get_rng_state())  # the training's own chance is left alone
+    assert torch.equal(state, torch.get_rng_state())  # the training's random state is unchanged
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])

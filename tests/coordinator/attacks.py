@@ -32,12 +32,12 @@ class Attacker:
     """Sends wrong messages from one connection after the other.
 
     Args:
-        url: Of the coordinator.
-        token: Of the coordinator.
-        sessions: Of honest workers, and of its own, by name.
+        url: URL of the coordinator.
+        token: Token of the coordinator.
+        sessions: Sessions of honest workers, and its own, by name.
         payload: Bytes of an update.
-        round: That is on.
-        chance: Decides everything.
+        round: The current round.
+        chance: Random numbers that decide everything.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Attacker:
         return self._chance.randbytes(self._chance.randrange(longest))
 
     async def garbage(self) -> None:
-        """What is no HTTP, or hardly."""
+        """Bytes that are not HTTP, or hardly."""
         await self.close()
         reader, writer = await self._open()
         lines = [
@@ -159,7 +159,7 @@ class Attacker:
         await self.close()
 
     async def wrong_route(self) -> None:
-        """Paths and methods that there are not, or that are asked wrongly."""
+        """Paths and methods that do not exist, and wrong requests to those that do."""
         path = self._chance.choice(
             [
                 "/v1/status",
@@ -361,7 +361,7 @@ class Attacker:
             self._note(answer)
 
     async def wrong_frame(self) -> None:
-        """A member that says what it may not: of others, out of order, again, too much, or nothing that makes sense."""
+        """Frames that a member may not send: about others, out of order, repeated, too large, or nonsense."""
         chance = self._chance
         number = chance.choice([0, 2, 99, 2**60])
         report = messages.StepReport(worker="anna", round=self._round, steps=5, samples=5, batch_size=1, seconds=0.1)

@@ -114,7 +114,7 @@ def _target(folder: Path, token: str) -> Iterator[CoordinatorServer]:
 
 
 def _serve(folder: str, token: str, pipe: Pipe) -> None:
-    """The process of the coordinator: what it uses is its own, and not that of those who attack it."""
+    """The coordinator's process, so that its memory is not that of the attackers."""
     errors = _Errors()
     logging.getLogger().addHandler(errors)
     with _target(Path(folder), token) as server:
@@ -136,8 +136,8 @@ class _Target:
     """A coordinator in a process of its own. Use it in ``with``.
 
     Args:
-        folder: For its state.
-        token: Of those who may talk to it.
+        folder: Folder for its state.
+        token: Token of clients that may talk to it.
     """
 
     def __init__(self, folder: Path, token: str) -> None:
@@ -280,9 +280,9 @@ def fuzz(count: int, *, seed: int = 0, say: Callable[[str], None] = lambda _: No
     """Send wrong messages to a coordinator of its own.
 
     Args:
-        count: Of messages.
-        seed: Of what is sent.
-        say: Told how it goes.
+        count: Number of messages.
+        seed: Seed of what is sent.
+        say: Called with the progress.
 
     Raises:
         Failure: If the coordinator did what it must not.

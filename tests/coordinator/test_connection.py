@@ -1,4 +1,4 @@
-"""A burst, then a steady rate, and what is held back for too long is not counted."""
+"""A burst, then a steady rate; a message that is held back for too long is not counted."""
 
 from __future__ import annotations
 

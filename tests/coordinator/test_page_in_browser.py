@@ -1,4 +1,4 @@
-"""The page as a real browser shows it: no wider than the window, nothing refused, the token kept from all but it."""
+"""The page as a real browser shows it: no wider than the window, nothing refused, and the token kept secret."""
 
 from __future__ import annotations
 

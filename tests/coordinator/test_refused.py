@@ -1,4 +1,4 @@
-"""Of who is refused nothing stays behind: no connection in memory, and no lines in the log without end."""
+"""A refused client leaves nothing behind: no connection in memory, and no endless lines in the log."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_slices_of_a_worker_that_is_cut_off_are_handed_out_again(tmp_path: Path)
 
 
 def test_slices_of_a_worker_that_stands_still_are_handed_out_again(tmp_path: Path) -> None:
-    """Its connection stays open for long, as that of a machine whose cable is out."""
+    """Its connection stays open for long, as if a cable was unplugged."""
     slices = SliceRoutes([make_rows(tmp_path / "rows", [10, 10])])
     rounds = RoundOptions(silent_after=10.0)
     one, two = members = [cast(Member, SimpleNamespace(name=name, digest=name, silent=False)) for name in "ab"]
@@ -170,7 +170,7 @@ def restarted_while_one_holds_a_slice(folder: Path, *, patience: float) -> tuple
 
 
 def test_what_a_member_holds_by_a_saved_state_is_its_own_until_it_has_joined_again(tmp_path: Path) -> None:
-    """It may be cut off as the coordinator is, and holds more by now than the state says."""
+    """It may be cut off like the coordinator, and may hold more than the state says."""
     one, after = restarted_while_one_holds_a_slice(tmp_path, patience=60.0)
     after.take_back([one], {}, RoundOptions(silent_after=10.0), now=0.0)
     session = after.answer(one, encode(JoinTracker(worker="one", incarnation="1"))).session

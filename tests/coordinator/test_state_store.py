@@ -1,4 +1,4 @@
-"""A saved state comes back as it was or not at all: whatever breaks while it is written or while it lies there."""
+"""A saved state comes back as it was or not at all, whatever breaks while it is written or stored."""
 
 from __future__ import annotations
 

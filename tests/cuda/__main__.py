@@ -1,4 +1,4 @@
-"""Runs everything that wants a GPU, and prints one summary::
+"""Runs everything that needs a GPU, and prints one summary::
 
     make test-gpu
 

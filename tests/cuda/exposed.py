@@ -60,8 +60,8 @@ def profiled(pool: RankPool, backend: str) -> list[str]:
     """Train on each rank of ``pool``, as DDP and overlapped; returns a line for each.
 
     Args:
-        pool: Whose ranks share a GPU.
-        backend: Of the process groups.
+        pool: Ranks that share a GPU.
+        backend: Backend of the process groups.
     """
     lines = []
     for mode in ("ddp", "overlapped"):

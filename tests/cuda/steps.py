@@ -50,17 +50,17 @@ class Case:
 
     Attributes:
         device: ``"cpu"`` or ``"cuda"``, which is the first GPU for every rank.
-        backend: Of the process groups.
+        backend: Backend of the process groups.
         mode: ``"overlapped"``, ``"ddp"`` or ``"synchronised"``.
         max_norm: Clip to this norm.
         late_gradients: For how many cycles the GPU does nothing in each backward pass, before the first gradient.
         halved: Train DDP with half of the loss: what is compared with it halves its gradients.
         routed: Have one order for all collectives of DDP's group, and some in the forward and backward passes.
-        dtype: Of parameters and gradients.
-        compiled: What the model is compiled with, if it is.
+        dtype: Type of parameters and gradients.
+        compiled: Backend that compiles the model, if any.
         by_host: Have gradients travel from host memory; on a CPU as if it was a GPU.
-        compression: What they are encoded in, on the GPU, before that; on a CPU as if it was one.
-        steps: Of the optimizer.
+        compression: Codec that encodes them on the GPU before that; on a CPU as if it was one.
+        steps: Optimizer steps.
     """
 
     device: str
@@ -288,8 +288,8 @@ def train_both(
     """Train with DDP, then with the engine; a function for :meth:`RankPool.run`.
 
     Args:
-        rank: This one.
-        world_size: How many there are.
+        rank: This rank.
+        world_size: Number of ranks.
         meeting: A file that does not exist, where they find each other.
         case: What is trained.
         inside: Entered around the engine's training; what it gives is returned.

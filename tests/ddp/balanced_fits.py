@@ -48,11 +48,11 @@ class Seen:
 
     Attributes:
         batches: Numbers of the samples of each of its batches, by epoch.
-        plan: Of the strategy, in words.
-        metrics: That were logged last.
+        plan: The strategy's plan, in words.
+        metrics: The metrics that were logged last.
         error: What the fit raised.
         changes: How often shares have changed.
-        weights: At the end.
+        weights: Weights at the end.
     """
 
     batches: list[list[list[int]]] = field(default_factory=list)

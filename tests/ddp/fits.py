@@ -68,12 +68,12 @@ def said() -> Iterator[list[str]]:
 
 
 class Paced(CreditTuning):
-    """Is told how long steps take, whatever they took.
+    """Reports given step times, whatever steps took.
 
     Args:
         ddp_ms: Milliseconds of a step as DDP's.
         overlapped_ms: The same of an overlapped one.
-        hideable_ms: Of a step as DDP's.
+        hideable_ms: Milliseconds that could be hidden in a step as DDP's.
     """
 
     def __init__(self, *args: Any, ddp_ms: float, overlapped_ms: float, hideable_ms: float, **given: Any) -> None:
@@ -89,7 +89,7 @@ class Paced(CreditTuning):
 
 
 def say_what_is_found(rank: int, steps: int, **pace: float) -> tuple[list[str], str]:
-    """What a fit says whose steps take what :class:`Paced` is told, and the plan's words in the end."""
+    """The log of a fit with the step times of :class:`Paced`, and the plan in words at its end."""
     strategy = ByteSchedulerStrategy(**SIZES, tuning=False)
     trainer = trainer_with(rank, strategy, max_steps=steps, max_epochs=-1)
     with (

@@ -1,4 +1,4 @@
-"""Shares of a batch by pace: played forward on machines of known speed, without a clock."""
+"""Shares of a batch by pace: simulated on machines of known speed, without a clock."""
 
 from __future__ import annotations
 

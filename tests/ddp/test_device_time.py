@@ -1,4 +1,4 @@
-"""A GPU that is played: events take the time at which a stream comes to them, which a test lets pass."""
+"""A simulated GPU: an event takes the time at which a stream reaches it; the test moves the clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plan says: for people, in one line and in a few."""
+"""What the plan says to people, in one line and in a few."""
 
 from __future__ import annotations
 

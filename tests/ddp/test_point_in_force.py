@@ -1,4 +1,4 @@
-"""Trainings that are not there, with a clock that is not either: what comes into force, and what is timed."""
+"""Simulated trainings with a simulated clock: what comes into force, and what is timed."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_everything_is_in_the_record(tuner: CreditTuner, tmp_path: Path) -> None
     assert record[-1].kind == "chosen"
 
 
-# What `pytest.warns` did not look for it tells again, and not as SciPy's.
+# `pytest.warns` repeats other warnings, not as SciPy's.
 @pytest.mark.filterwarnings("ignore:np.find_common_type is deprecated:DeprecationWarning")
 def test_a_record_that_cannot_be_written_is_no_reason_to_stop(tmp_path: Path) -> None:
     folder = tmp_path / "folder"

@@ -1,4 +1,4 @@
-"""Who looks at weights between steps is named, in the plan and, if it is a habit, in one line."""
+"""Code that reads weights between steps is named in the plan, and in one line if it does so often."""
 
 from __future__ import annotations
 

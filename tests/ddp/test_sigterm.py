@@ -27,9 +27,9 @@ class Signals(Callback):
     """Has one rank signal itself after a batch, while another one takes its time in the next ones.
 
     Args:
-        rank: That gets the signal.
-        batch: After which.
-        slow: The other one, if any.
+        rank: The rank that gets the signal.
+        batch: The batch after which it comes.
+        slow: The slow rank, if any.
     """
 
     def __init__(self, *, rank: int, batch: int, slow: int = -1) -> None:

@@ -1,4 +1,4 @@
-"""Whose failure an error is, once another rank has failed."""
+"""Which rank an error is blamed on, once another rank has failed."""
 
 from __future__ import annotations
 

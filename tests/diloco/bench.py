@@ -1,4 +1,4 @@
-"""A batch scheduler that is talked to message by message."""
+"""A batch scheduler that gets its messages one by one."""
 
 from __future__ import annotations
 

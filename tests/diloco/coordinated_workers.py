@@ -46,12 +46,12 @@ class ThreadWorker:
     Weights and steps are multiples of 1/1024, so that sums of them have no rounding, however they are cut into rounds.
 
     Args:
-        url: Of the coordinator.
-        name: Its wish.
-        seconds: That a step takes.
-        steps: After which it leaves.
+        url: URL of the coordinator.
+        name: The name that it asks for.
+        seconds: Seconds of a step.
+        steps: Steps after which it leaves.
         given: Options of ``RunOptions``.
-        width: Of its model.
+        width: Width of its model.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Link:
     """Forwards connections to a port, until it is cut.
 
     Args:
-        port: Where to.
+        port: The port to forward to.
     """
 
     def __init__(self, port: int) -> None:

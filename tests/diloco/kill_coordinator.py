@@ -81,9 +81,9 @@ class Coordinator:
     """One process at a time.
 
     Args:
-        port: That it listens at.
-        state: Its folder.
-        log: File for what it says.
+        port: The port that it listens at.
+        state: The folder of its state.
+        log: File for its output.
     """
 
     def __init__(self, port: int, state: str, log: Path) -> None:

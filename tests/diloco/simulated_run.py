@@ -100,8 +100,9 @@ def simulate(
 ) -> SimulatedRun:
     """Play a run until it is over, nothing is left to happen or the time is up.
 
-    Who has been dead or asleep for ``lease`` is said to have left, and joins again when it wakes. At ``restarts`` the
-    scheduler is replaced by one that knows what the other knew at the end of the last round, and everybody joins again.
+    A worker that has been dead or asleep for ``lease`` counts as left, and joins again when it wakes. At ``restarts``
+    the scheduler is replaced by one that knows what the other knew at the end of the last round, and all workers join
+    again.
 
     A share ``loss`` of messages is lost, a share ``doubling`` comes twice, the second time much later. A worker that
     waits for long asks again.

@@ -1,4 +1,4 @@
-"""What a worker says where there is no coordinator as it was told."""
+"""What a worker says if there is no coordinator at its address."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_pauses_do_not_draw_from_the_users_numbers() -> None:
 
 @contextmanager
 def answering(words: bytes) -> Iterator[str]:
-    """HOST:PORT of a server that says the same to everybody, and hangs up."""
+    """HOST:PORT of a server that gives every client the same answer, and hangs up."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:

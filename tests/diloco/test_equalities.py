@@ -1,4 +1,4 @@
-"""Cases in which DiLoCo must be something else, which is known to be right."""
+"""Cases in which DiLoCo must equal a method that is known to be right."""
 
 from __future__ import annotations
 

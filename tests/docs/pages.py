@@ -25,9 +25,9 @@ class Block:
     """A fenced block of code.
 
     Attributes:
-        language: What stands behind the fence; in braces, it is a directive of Sphinx's.
-        text: What is in it.
-        line: Where it begins, from 1.
+        language: The word after the fence; in braces, a directive of Sphinx.
+        text: The content.
+        line: The first line, from 1.
     """
 
     language: str
@@ -39,7 +39,7 @@ class Page:
     """One file.
 
     Args:
-        path: Of a Markdown file.
+        path: Path of a Markdown file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,7 +69,7 @@ class Page:
 
     @cached_property
     def anchors(self) -> set[str]:
-        """As forges make them of headings."""
+        """Anchors that forges make of headings."""
         found: set[str] = set()
         for heading in self.headings:
             slug = _PUNCTUATION.sub("", heading.lower()).replace(" ", "-")

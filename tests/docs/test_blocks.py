@@ -194,7 +194,7 @@ def _python(arguments: list[str]) -> None:
 
 
 def _module(name: str, arguments: list[str]) -> None:
-    """It is there, and its source has the options."""
+    """Check that a module exists, and that its source has the options."""
     if name == "lightning_bytescheduler":
         _own_command(arguments)
         return

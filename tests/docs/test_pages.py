@@ -62,7 +62,7 @@ def test_each_exported_name_is_in_the_reference() -> None:
 def test_forty_names_are_public_at_most() -> None:
     text = "".join(block.text for block in page("api").blocks)
     documented = re.findall(r"^\.\. auto(\w+):: ", text, re.MULTILINE)
-    assert "module" not in documented  # which would show all of a room's names
+    assert "module" not in documented  # it would show all names of a room
     assert len(documented) <= 40
 
 

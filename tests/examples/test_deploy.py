@@ -35,7 +35,7 @@ def commands(text: str) -> list[str]:
 
 @pytest.fixture
 def parsed(monkeypatch):
-    """Let a command parse its arguments and do nothing; they are what is returned."""
+    """Let a command parse its arguments and do nothing; returns them."""
     import argparse
 
     seen: list[argparse.Namespace] = []

@@ -1,4 +1,4 @@
-"""Each example trains, and says what it is there to say: in short on ranks of a nursery, and as it is launched."""
+"""Each example trains and prints its result: a short run on ranks of a nursery, and as it is launched."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def commands(example: ModuleType) -> list[list[str]]:
 
 
 def said(nursery: Nursery, folder: Path, *argv: str, ranks: int = 2) -> str:
-    """What the first of some ranks says that run a module."""
+    """Output of the first rank, when all ranks run a module."""
     script = Path(__file__).with_name("run_module.py")
     ended = nursery.run(script, {"argv": argv}, world_size=ranks, folder=folder, timeout=480.0)
     assert all(rank.code == 0 for rank in ended), "\n".join(rank.log for rank in ended)

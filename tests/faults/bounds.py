@@ -1,4 +1,4 @@
-"""How long ranks have for what takes a moment: on a busy machine it takes seconds."""
+"""How long ranks have for short work, which takes seconds on a busy machine."""
 
 from __future__ import annotations
 

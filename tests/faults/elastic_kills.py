@@ -94,10 +94,10 @@ class ElasticJob:
     """Agents of one job, and the ranks that they have started.
 
     Args:
-        arguments: Of the example.
-        folder: For logs.
-        nodes: The most that may take part.
-        restarts: Of each agent, until it gives up.
+        arguments: Arguments of the example.
+        folder: Folder for logs.
+        nodes: Most agents that may take part.
+        restarts: Restarts of each agent until it gives up.
     """
 
     def __init__(self, arguments: Sequence[str], folder: Path, nodes: int, restarts: int) -> None:
@@ -175,11 +175,11 @@ def run_with_kills(
     """Run the example to its end, and kill agents while it runs.
 
     Args:
-        arguments: Of the example, without ``--output``.
-        folder: For everything that is written.
+        arguments: Arguments of the example, without ``--output``.
+        folder: Folder for everything that is written.
         kills: How many; all happen, if the training is long enough.
         nodes: How many machines there are at most, and at first.
-        seed: Of what happens.
+        seed: Seed of all random choices.
         gap: Batches from one kill to the next, at least and at most; and up to a second more.
         machines: Share of the kills that hit the machine, not just the rank.
         timeout: Longest run, in seconds.

@@ -113,7 +113,7 @@ class Nursery:
 
         Args:
             script: Gets its arguments as JSON in ``sys.argv[1]``.
-            arguments: For every rank.
+            arguments: Arguments of every rank.
             world_size: Number of ranks.
             folder: For the logs.
             timeout: Longest wait, in seconds; those that have not ended by then are killed.

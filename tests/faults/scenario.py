@@ -15,7 +15,7 @@ __all__ = ["Scenario", "check_end", "run", "run_together"]
 _BOUND_S = 60.0  # for what takes seconds; a rank that hangs waits for half an hour
 _SCRIPT = Path(__file__).with_name("train.py")
 _CLEAN = "threads=[] gated=0 groups=1"
-# What a process says that was not brought down in order.
+# What a process prints that did not end in order.
 _UGLY = ("terminate called", "Fatal Python error", "Segmentation fault")
 _STORE_NOISE = "[c10d]"  # torch's stack trace when a store goes away while it is being asked
 
@@ -26,7 +26,7 @@ class Scenario:
 
     Attributes:
         world_size: Number of ranks.
-        options: For the script.
+        options: Options of the script.
         own_options: Changes for single ranks.
     """
 

@@ -62,7 +62,7 @@ def test_one_batch_more_is_named_at_a_checkpoint_and_with_accumulation(nursery: 
         {"stream": True, "cross_barrier": False, "checkpoint": "kept"},
         {0: {"batches": 5}},
     )
-    # Each would take one step, but Lightning's ranks speak with each other before each batch.
+    # Each would take one step, but Lightning's ranks exchange messages before each batch.
     accumulates: Case = ({"accumulate": 4}, {1: {"batches": 3}})
     by_samples: Case = ({"weighting": "samples"}, {1: {"batches": 3}})
     saving, accumulating, weighted = run(nursery, tmp_path, at_a_checkpoint, accumulates, by_samples)

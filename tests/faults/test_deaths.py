@@ -1,4 +1,4 @@
-"""A rank that dies without a word is named by the others, whose processes end."""
+"""A rank that dies silently is named by the others, whose processes end."""
 
 from __future__ import annotations
 

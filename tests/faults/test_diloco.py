@@ -75,7 +75,7 @@ def test_a_sigterm_to_all_ends_all_as_lightning_does(nursery: Nursery, tmp_path:
 
 @pytest.mark.slow
 def test_any_rank_of_a_worker_is_named(nursery: Nursery, tmp_path: Path) -> None:
-    """The second worker's leader, and its other rank, which speaks with no other worker."""
+    """The second worker's leader, and its other rank, which exchanges no messages with other workers."""
     ways = [
         {"kind": kind, "rank": rank, "inner_steps": 8, "ranks": 4, "groups": {"inner": {"strategy": inner, "size": 2}}}
         for kind, rank, inner in (("SIGKILL", 2, "bytescheduler"), ("SIGTERM", 3, "ddp"))

@@ -288,7 +288,7 @@ def main(options: Options) -> None:
         place = {"NODE_RANK": node, "GROUP_RANK": node, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": each}
         os.environ.update({name: str(value) for name, value in place.items()})
     if options.get("far"):
-        wire._FAR_S = 0.0  # as over a link whose messages are long under way
+        wire._FAR_S = 0.0  # as over a link with long round trips
         wire._chooses = lambda options: True
     boom = Boom(options)
     kill_in_mid_communication(boom)

@@ -24,7 +24,7 @@ __all__: list[str] = []
 
 
 class Waits(L.Callback):
-    """For the signals."""
+    """Waits for the signals."""
 
     begun = 0
 

@@ -33,10 +33,10 @@ _SHOWN = 3
 
 
 def play(seed: int, design: str) -> int:
-    """Play the schedule of number ``seed``; returns of how many steps it was.
+    """Play the schedule of number ``seed``; returns the number of its steps.
 
     Raises:
-        Deadlock: If it comes to one.
+        Deadlock: If the schedule deadlocks.
         Mismatch: If ranks start different collectives.
     """
     draw = random.Random(seed)
@@ -58,7 +58,7 @@ def explore(design: str, first: int, schedules: int) -> tuple[Counter[str], list
     """Play ``schedules`` of them from number ``first`` on.
 
     Returns:
-        How many ended in which way, a few that did not end well in words, and how many steps were taken.
+        How many ended in which way, a few failures in words, and how many steps were taken.
     """
     ends: Counter[str] = Counter()
     shown: list[str] = []
@@ -119,7 +119,7 @@ def reach_all(case: Case, limit: int) -> tuple[int, bool]:
 
 
 def _may_go_first(step: Step, case: Case) -> bool:
-    """Whether to take ``step`` before all others loses nothing: it only adds to what can happen, in whichever order.
+    """Whether taking ``step`` before all others hides no schedule, because its order makes no difference.
 
     What differs with its moment is what rank 0 knows when it decides: of data, of credit, and of the others' threads.
     """

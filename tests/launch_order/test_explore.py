@@ -30,7 +30,7 @@ def test_without_what_makes_it_one_order_it_is_seen_to_fail(design: str, end: st
 
 
 def test_two_communicators_end_where_each_has_a_slot_of_its_own() -> None:
-    """So what they wait for in vain above is a slot, not something that the game forgot to play."""
+    """So the deadlocks above are for want of a slot, not for something that the simulation left out."""
     with stepped():
         for seed in range(60):
             world = World(replace(Case.drawn(seed, "two-communicators"), slots=2))

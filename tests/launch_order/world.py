@@ -68,7 +68,7 @@ class Action:
     Attributes:
         kind: ``"hook"`` hands over a gradient; ``"foreign"`` submits a collective; ``"join"`` waits until something is
             launched, and has the GPU wait for it; ``"flush"`` waits for it on the host.
-        names: Of gradients, or of one foreign collective.
+        names: Names of gradients, or of one foreign collective.
     """
 
     kind: str
@@ -83,11 +83,11 @@ class Case:
         design: One of :data:`DESIGNS`.
         ranks: How many.
         slots: Kernels that a GPU runs at once.
-        layers: Of the model, each with a gradient of two parts.
-        steps: Of the training.
+        layers: Layers of the model, each with a gradient of two parts.
+        steps: Steps of the training.
         foreign: Share of places where a collective could be at which there is one.
         lonely: Share of ranks with waits of their own.
-        seed: Of the program.
+        seed: Seed of the program.
     """
 
     design: str = "one-order"
@@ -187,20 +187,20 @@ def _ready(task: CommTask) -> bool:
 
 
 class _AtOnce(DecidingOrder):
-    """What must not be: a foreign collective is told as soon as rank 0 has submitted it."""
+    """A wrong design: a foreign collective is announced as soon as rank 0 has submitted it."""
 
     _may_go = staticmethod(_ready)  # type: ignore[assignment]
 
 
 class _Overtaking(DecidingOrder):
-    """What must not be: gradients overtake a foreign collective that was submitted before them."""
+    """A wrong design: gradients overtake a foreign collective that was submitted before them."""
 
     def _has_to_follow(self, task: CommTask) -> bool:
         return False
 
 
 class _NoOrder(MixedOrder):
-    """What must not be: each rank goes by its own priorities."""
+    """A wrong design: each rank follows its own priorities."""
 
     _may_go = staticmethod(_ready)  # type: ignore[assignment]
 

@@ -11,7 +11,7 @@ __all__ = ["Outcome", "summarise"]
 
 @dataclass
 class Outcome:
-    """Of one test.
+    """The outcome of one test.
 
     Attributes:
         result: ``passed``, ``failed``, ``skipped`` (by Lightning), or ``lost``: it hung, or its process died.

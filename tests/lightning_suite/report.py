@@ -20,10 +20,10 @@ class SuiteReport:
     """All that came of a run.
 
     Attributes:
-        outcomes: By test id.
+        outcomes: Outcomes by test id.
         with_ddp: The same of those that failed, with ddp itself.
         skipped: What our list of skips leaves out, with the reason.
-        not_here: What Lightning skips on this machine, with its reason.
+        not_here: Tests that Lightning skips on this machine, with the reason.
         unreadable: Files that cannot be imported here and are not left out, with the reason.
         stale: Skips that match no test.
     """

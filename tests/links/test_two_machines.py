@@ -75,7 +75,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(link: ShapedLink, commands: list[list[str]], environments: list[dict[str, str]]) -> list[tuple[int, str]]:
-    """The command of each machine, until all have ended; without what a launch has said of ranks."""
+    """Run each machine's command until all have ended, without a launcher's variables."""
     clean = ["env", *(f"-u{name}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK"))]
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     started = [

@@ -1,4 +1,4 @@
-"""What the tests of this folder ask of the outcomes of :func:`tests.support.fit.train`."""
+"""Checks of the outcomes of :func:`tests.support.fit.train`, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def assert_same_as_ddp(
     """Train under both strategies and compare; with ``broken``, also prove that the comparison can fail.
 
     Args:
-        pool: Where.
-        recipe: What.
-        network: See :class:`Run`; the one that shows who waits, where updates are to cross the step boundary.
+        pool: The ranks that train.
+        recipe: What they train.
+        network: See :class:`Run`; by default the one that shows waits, if updates are to cross the step boundary.
         overlap: Whether the updates are expected to cross the step boundary.
         broken: A sabotage that must show, in weights, losses, notes or an error.
-        options: Of the strategy, instead of the small sizes.
+        options: Options of the strategy, instead of the small sizes.
 
     Returns:
         The outcomes of DDP and of the strategy under test.

@@ -105,7 +105,7 @@ class SignDescent(Optimizer):
 
 
 class SignedMomentum(optim.SGD):
-    """Keeps torch's step, and changes what that calls: gradients count by their signs, and the largest one counts."""
+    """Keeps torch's step, and changes a function that it calls: only signs and the largest gradient count."""
 
     def _init_group(self, group: Any, params: Any, grads: Any, momentum_buffer_list: Any) -> Any:
         result: Any = super()._init_group(group, params, grads, momentum_buffer_list)  # type: ignore[misc]

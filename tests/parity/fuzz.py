@@ -52,8 +52,8 @@ def fuzz(pool: RankPool, seeds: Sequence[int], console: Console, *, compare: Che
     """Compare the trainings of ``seeds``, up to the first that is not DDP's.
 
     Args:
-        pool: Of two ranks.
-        seeds: One a training.
+        pool: Two ranks.
+        seeds: A seed for each training.
         console: Where to show it.
         compare: Raises an AssertionError where a training is not DDP's.
 

@@ -85,7 +85,7 @@ class UsedTwice(Tower):
 
 
 class WithUnused(Tower):
-    """Layers that are there and take no part, on no rank."""
+    """Has layers that take no part on any rank."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -102,7 +102,7 @@ class PartlyFrozen(Tower):
 
 
 class Conditional(Tower):
-    """Takes one branch in two of five batches, and another in the rest."""
+    """Takes one branch in two of five batches, and another in the others."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)

@@ -45,10 +45,10 @@ class Scale:
     """How large the model and the pieces it is sent in are.
 
     Attributes:
-        depth: Of the model, in layers between first and last.
-        width: Of these layers.
+        depth: Layers of the model between first and last.
+        width: Width of these layers.
         extra_steps: Beyond those that are needed for the shares that are asserted.
-        options: Of the strategy.
+        options: Options of the strategy.
         reader: A callback that reads weights as no touch shows, by its name in :mod:`.silent_readers`.
     """
 
@@ -70,9 +70,9 @@ def check(pool: RankPool, combination: Combination, folder: Path, scale: Scale |
     """Train ``combination`` under DDP and under the strategy, and compare as the rule says.
 
     Args:
-        pool: Of two ranks.
+        pool: Two ranks.
         combination: What is trained.
-        folder: For checkpoints.
+        folder: Folder for checkpoints.
         scale: How large.
         run: More arguments of :class:`~tests.support.fit.Run`.
 

@@ -136,7 +136,7 @@ class ZeroesGradients(Callback):
 
 
 class RunsModule(Callback):
-    """Looks at what the module makes of an input, in evaluation mode, as a callback that draws samples does."""
+    """Runs the module on an input in evaluation mode, as a callback that draws samples does."""
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         module.eval()
@@ -146,7 +146,7 @@ class RunsModule(Callback):
 
 
 class ReadsOptimizerState(Callback):
-    """Reads the state by parameter, which is no use of the parameter that PyTorch would tell anybody about."""
+    """Reads the state by parameter, which PyTorch does not count as a use of the parameter."""
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
         optimizer = trainer.optimizers[0]

@@ -139,7 +139,7 @@ class HookWritesInBoth(HookWrites, TwoLosses):
 
 
 class HookReadsLater(HookReads):
-    """Begins to do so when buckets have long been under way in backward passes."""
+    """Begins to do so many steps after buckets began to travel during backward passes."""
 
     def configure_model(self) -> None:
         self.begun = False

@@ -24,7 +24,7 @@ class SynchronousPartitions(DDPStrategy):
 
     Args:
         partition_size: In parameters.
-        options: Of DDPStrategy.
+        options: Options of DDPStrategy.
     """
 
     def __init__(self, *, partition_size: int, **options: Any) -> None:
@@ -53,8 +53,8 @@ class SumsOfNodes(DDPStrategy):
     Where a tensor is cut makes no difference then.
 
     Args:
-        nodes: The ranks of each.
-        options: Of DDPStrategy.
+        nodes: The ranks of each node.
+        options: Options of DDPStrategy.
     """
 
     def __init__(self, *, nodes: tuple[tuple[int, ...], ...], **options: Any) -> None:

@@ -15,7 +15,7 @@ __all__ = ["EFFECTS", "NEEDS_NORMS", "OTHER_ORDER", "Comparison", "Effect", "Mod
 
 
 class Mode(enum.IntEnum):
-    """What becomes of a step; where several values have their say, the highest wins."""
+    """How a step is taken; of several values the highest wins."""
 
     OVERLAPPED = 0  # its updates cross the step boundary
     PARTLY = 1  # those of some parameters do not
@@ -24,10 +24,10 @@ class Mode(enum.IntEnum):
 
 
 class Effect(NamedTuple):
-    """Of one value of a factor.
+    """The effect of one value of a factor.
 
     Attributes:
-        mode: Of a combination with this value, if no other value has a stronger effect.
+        mode: Mode of a combination with this value, if no other value has a stronger effect.
         word: Occurs in the reason that the strategy gives, if the mode is synchronised.
         why: For the documentation's table.
         instead: What keeps the overlap, for the table.

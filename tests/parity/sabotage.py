@@ -72,7 +72,7 @@ def no_gate_on(module: LightningModule, *, names: tuple[str, ...]) -> Iterator[N
 
 @contextmanager
 def blind_between_steps(module: LightningModule) -> Iterator[None]:
-    """See touches in training steps only: all that is read elsewhere is what was there before the update."""
+    """See touches in training steps only: reads elsewhere get the values from before the update."""
     touched, begin_forward = BucketUpdate.touched, Fit.begin_forward
 
     def touched_in_forward(update: BucketUpdate, parameter: nn.Parameter, gradient_only: bool) -> None:
@@ -103,7 +103,7 @@ def no_gate_on_state(module: LightningModule) -> Iterator[None]:
 
 @contextmanager
 def blind_to_weights_and_state(module: LightningModule) -> Iterator[None]:
-    """Neither of them is gated outside training steps, so that none makes up for the other."""
+    """Gate neither of them outside training steps, so that neither hides the other's sabotage."""
     with blind_between_steps(module), no_gate_on_state(module):
         yield
 

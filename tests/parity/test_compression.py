@@ -182,7 +182,7 @@ def test_patterns_that_say_nothing_of_the_model_are_refused(two_ranks: RankPool)
 
 
 class Sometimes(Tower):
-    """Has two tensors whose gradients are the same whatever the weights are, one of them in every third step alone."""
+    """Has two tensors with constant gradients, one of them only in every third step."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -233,7 +233,7 @@ def test_what_is_left_waits_for_a_step_that_applies_it(two_ranks: RankPool, code
 
 
 class TwoLosses(Tower):
-    """As a GAN: the second loss gives the first optimizer's tensor a gradient, too, which is dropped later."""
+    """Like a GAN: the second loss also gives the first optimizer's tensor a gradient, which is dropped later."""
 
     toggles = False
     steps_by_itself = False
@@ -280,13 +280,13 @@ class StepsByItself(TwoLosses):
 
 
 class Toggles(TwoLosses):
-    """Whose gradient of the first optimizer's tensor is that of the step before, while the second loss has none."""
+    """The first optimizer's tensor keeps its gradient from the step before, while the second loss has none."""
 
     toggles = True
 
 
 class Zeroes(TwoLosses):
-    """Whose gradients stay, and become zeros."""
+    """Gradients stay, and become zeros."""
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         found: Any = super().optimizers()
@@ -309,7 +309,7 @@ class Accumulates(TwoLosses):
 
 
 class Skips(Tower):
-    """Which drops what is wrong in a hook; all else is automatic."""
+    """Drops bad gradients in a hook; everything else is automatic."""
 
     skips = (2, 5)
 
@@ -427,7 +427,7 @@ def test_gradients_that_are_dropped_leave_nothing_to_be_sent(two_ranks: RankPool
 
 
 class SweepsAndGoesBack(Callback):
-    """As LearningRateFinder, in the middle of a fit."""
+    """Does what LearningRateFinder does, in the middle of a fit."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -450,7 +450,7 @@ def test_nothing_that_was_left_goes_with_loaded_weights(two_ranks: RankPool, tmp
 
 
 class Placeholder(Tower):
-    """With a tensor that has no elements, and nothing but matrices beside it."""
+    """Has a tensor without elements, and otherwise only matrices."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)

@@ -111,7 +111,7 @@ def test_scripted_in_mid_run(two_ranks: RankPool) -> None:
 
 
 class Encoder(Tokens):
-    """Also looks at what a part of it makes of its input in evaluation mode, with padding."""
+    """Also runs a part of itself in evaluation mode, with padding."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)

@@ -210,7 +210,7 @@ def validating(fabric: Fabric) -> Mapping[str, Any]:
 
 
 def with_closures(fabric: Fabric) -> Mapping[str, Any]:
-    """The closure computes the loss: for an optimizer that steps by parameter, and for one that wants it thrice."""
+    """The closure computes the loss: for an optimizer that steps by parameter, and one that calls it three times."""
     model, other = tower(), Discriminator()
     a, adam_steps = fabric.setup(model, adamw(model.parameters()))
     b, lbfgs_steps = fabric.setup(other, torch.optim.LBFGS(other.parameters(), lr=0.1, max_iter=3))
@@ -262,7 +262,7 @@ def checkpointed(fabric: Fabric) -> Mapping[str, Any]:
 
 
 def left_and_begun_again(fabric: Fabric) -> Mapping[str, Any]:
-    """A loop that is left after a backward pass, one that goes on, and another module with an optimizer anew."""
+    """A loop that is left after a backward pass, one that goes on, and another module with a new optimizer."""
     model = tower()
     wrapped, optimizer = fabric.setup(model, sgd(model.parameters()))
     for index, (inputs, targets) in enumerate(data(fabric)):

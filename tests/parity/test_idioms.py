@@ -1,4 +1,4 @@
-"""Whatever people write to look at weights between two steps shows them after the step."""
+"""Every common way to look at weights between two steps shows them after the step."""
 
 from __future__ import annotations
 

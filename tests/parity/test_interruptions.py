@@ -1,4 +1,4 @@
-"""Code that Python runs wherever a thread is just now: finalizers of garbage, and handlers of signals."""
+"""Code that Python may run at any point of a thread: finalizers of garbage, and handlers of signals."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Garbage(Callback):
     """Leaves garbage behind whose finalizers read weights, gradients and state, and has it collected at one place.
 
     Args:
-        owner: Of the function that collects.
-        name: Of that function.
+        owner: Owner of the function that collects.
+        name: Name of that function.
     """
 
     def __init__(self, owner: type, name: str) -> None:
@@ -90,8 +90,8 @@ class Signals(Callback):
     """Has a handler read everything, and save, right after a function of the package.
 
     Args:
-        owner: Of the function, in the room ``ddp``.
-        name: Of the function.
+        owner: Owner of the function, in the room ``ddp``.
+        name: Name of the function.
     """
 
     def __init__(self, owner: str, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Parameters of every type, shape and layout, and what is done to graphs and parameters in mid-fit."""
+"""Parameters of every type, shape and layout, and changes to graphs and parameters in mid-fit."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ def one_rank() -> Iterator[RankPool]:
 
 
 def test_one_process_trains_as_without_a_strategy(one_rank: RankPool) -> None:
-    """With the same order of samples: a distributed sampler, which DDP has on one process too, has its own."""
+    """With the same order of samples, which is that of the distributed sampler: DDP has one on one process, too."""
     recipe = Recipe(model=model, steps=STEPS, after=evaluate, trainer={"use_distributed_sampler": False})
     plain, ours = train_on(one_rank, recipe, Run(strategy="auto", options={}), Run())
     assert_same(plain, ours)

@@ -25,7 +25,7 @@ adamw = partial(AdamW, lr=0.01)
 
 
 class Restless(CreditTuning):
-    """Wants the other way every few steps, whatever they take."""
+    """Changes the mode every few steps, however long they take."""
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)

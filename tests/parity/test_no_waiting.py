@@ -141,7 +141,7 @@ def barrier(rank: int) -> None:
 
 
 def test_waiting_would_be_noticed(two_ranks: RankPool, tmp_path: Path) -> None:
-    """Of what Lightning does by itself."""
+    """Waits of Lightning itself."""
     recipe = Recipe(model=Reaches, steps=FROM + 6, trainer={"max_epochs": 1})
     sabotage = partial(held_up, folder=tmp_path, patience=0.3, also=barrier)
     (ours,) = train_on(two_ranks, recipe, Run(network="plain", sabotage=sabotage))
@@ -191,7 +191,7 @@ def fail_and_speak(trainer: Trainer, module: Any, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_what_one_rank_expects_of_a_batch_meets_nothing_else(two_ranks: RankPool, tmp_path: Path) -> None:
-    """It has begun a batch that the first rank never will: then they speak with each other, after the fit."""
+    """It has begun a batch that the first rank never will: then they exchange messages, after the fit."""
     recipe = Recipe(
         model=Normalised, steps=STEPS, trainer={"max_epochs": 1}, after=partial(fail_and_speak, folder=tmp_path)
     )

@@ -126,7 +126,7 @@ def test_a_barrier_before_the_forward_pass_would_be_noticed(two_ranks: RankPool)
 
 @pytest.mark.parametrize("mode", ["overlapped", "ddp"])
 def test_gradients_that_go_straight_are_ddps(two_ranks: RankPool, mode: str) -> None:
-    """As over links whose messages are long under way."""
+    """As over links with long round trips."""
     recipe = Recipe(model=partial(Tower, optimizer=partial(Adam, lr=0.005)), steps=24)
     ddp, ours = train_on(two_ranks, recipe, DDP, Run(options={**SMALL, "mode": mode}, far=True))
     assert_same(ddp, ours)

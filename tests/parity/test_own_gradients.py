@@ -21,7 +21,7 @@ from tests.support.rank_pool import RankPool
 
 @contextmanager
 def views_of_buckets(module: LightningModule) -> Iterator[None]:
-    """Let everybody have DDP's own views, as gradient_as_bucket_view does."""
+    """Hand out DDP's own views, as gradient_as_bucket_view does."""
     with (
         patch.object(OwnGradients, "hand_over", lambda *_: None),
         patch.object(OwnGradients, "backward_pass", lambda _: nullcontext()),

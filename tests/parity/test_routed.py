@@ -22,7 +22,7 @@ STEPS = 8
 
 
 class Talkative(Tower):
-    """Calls whatever it can on DDP's group."""
+    """Calls every collective on DDP's group."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(depth=3, dropout=0.0, optimizer=sgd, **arguments)
@@ -37,7 +37,7 @@ class Talkative(Tower):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
         total = torch.ones(3) * (1 + self.global_rank)
         under_way = dist.all_reduce(total, async_op=True)
-        if self.global_rank == 1:  # who waits where is each rank's affair
+        if self.global_rank == 1:  # each rank may wait elsewhere
             under_way.wait()
         loss = super().training_step(batch, batch_idx)
         assert loss is not None

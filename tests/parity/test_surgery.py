@@ -139,7 +139,7 @@ def averaged(trainer: Trainer, module: Any) -> Any:
 
 
 class LooksAhead:
-    """As wrappers do that are no optimizers: takes its inner one's step, and every other time goes half of the way."""
+    """A wrapper that is no optimizer: takes its inner one's step, and goes only half of the way every other time."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.count = inner, 0

@@ -118,7 +118,7 @@ class CompiledFunction(Tower):
 
 
 class Impolite(Tensor):
-    """A tensor class that does not let others have their say about functions they take part in."""
+    """A tensor class that ignores the ``__torch_function__`` of other classes in a call."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -132,7 +132,7 @@ class ImpoliteInputs(Tower):
 
 
 class SilentInside(Tower):
-    """Switches off what the touch gate lives from, as code that takes memory directly does in effect."""
+    """Switches off ``__torch_function__``, with the effect of code that takes memory directly."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -145,7 +145,7 @@ class SilentInside(Tower):
 
 
 class SilentInSecondPass(SilentInside):
-    """The backward pass is two, over parameters that are not the same; what is read unseen has its gradient late."""
+    """Has two backward passes, over different parameters; the gradient of the unseen read comes late."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, targets = batch
@@ -161,7 +161,7 @@ class SilentInSecondPass(SilentInside):
 
 
 class VectorisedOverWeights(Tower):
-    """Maps over the rows of a weight, which torch.vmap takes without a word."""
+    """Maps over the rows of a weight, which torch.vmap takes without a touch."""
 
     def predict(self, inputs: Tensor) -> Tensor:
         hidden = self.first(inputs)

@@ -31,14 +31,14 @@ class Case:
     """What is trained.
 
     Attributes:
-        sizes: Of each rank's batches, one after the other.
-        optimizer: A name.
+        sizes: Sizes of each rank's batches, in order.
+        optimizer: Name of the optimizer.
         accumulate: Batches of a step.
         clip: Limit and algorithm, if any.
         scaled: Whether losses are scaled as for fp16.
         manual: Whether the module steps by hand, with two optimizers.
-        options: Of the strategy.
-        trainer: Of the Trainer.
+        options: Options of the strategy.
+        trainer: Options of the Trainer.
     """
 
     sizes: Sequence[Sequence[int]]

@@ -1,4 +1,4 @@
-"""What is measured of a training is what it is made of, and measuring leaves it as it was."""
+"""Measurements match the training, and measuring changes nothing."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def test_a_core_stops_on_a_decision_that_does_not_fit() -> None:
     with running_core(order=order, credit=100) as core:
         fits = enqueue(core, transport, "fits", 10, key=FIRST)
         task = enqueue(core, transport, "t", 20, key=SECOND)
-        # The first is chosen in the same breath in which the second is refused.
+        # The first is chosen in the call in which the second is refused.
         core.update_order(lambda: order.announce([Decision(FIRST, 10, 0), Decision(SECOND, 10, 7)]))
         for waiting in (fits, task):
             with pytest.raises(LaunchOrderError, match="part 7"):

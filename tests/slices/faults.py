@@ -18,7 +18,7 @@ CHUNK = 1000
 
 
 class VirtualTime:
-    """A clock that sleeping moves on."""
+    """A clock that moves when a test sleeps."""
 
     def __init__(self) -> None:
         self.now = 0.0

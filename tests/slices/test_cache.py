@@ -16,7 +16,7 @@ from lightning_bytescheduler.slices import cache as cache_module
 from lightning_bytescheduler.slices.cache import CacheFull, DiskFailed, SliceCache
 from lightning_bytescheduler.slices.slice import Slice, digests_of
 
-# Fork is meant: processes that were forked share what is open.
+# Forking is intended: forked processes share open files.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 

@@ -301,7 +301,7 @@ def with_process(samples: list[Any]) -> tuple[torch.Tensor, int]:
 
 
 class Processes(Remembers):
-    """Keeps who has read, in each epoch."""
+    """Keeps the processes that have read, by epoch."""
 
     def __init__(self) -> None:
         super().__init__()

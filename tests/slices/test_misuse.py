@@ -1,4 +1,4 @@
-"""What a user who makes mistakes is told: the option, its value, what is allowed, and the way out, at once."""
+"""Errors of misuse come at once, and name the option, its value, what is allowed, and the way out."""
 
 from __future__ import annotations
 

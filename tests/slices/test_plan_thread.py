@@ -1,4 +1,4 @@
-"""The tracker is asked from a thread of its own: the training makes no call, and what was promised holds."""
+"""The tracker is asked from a separate thread: the training makes no call, and all promises hold."""
 
 from __future__ import annotations
 

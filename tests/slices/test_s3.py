@@ -17,7 +17,7 @@ from tests.slices.faults import Store
 pytest.importorskip("s3fs")
 moto_server = pytest.importorskip("moto.server")
 
-# What botocore, flask and their like say of themselves is not ours to judge.
+# Warnings of botocore, flask and the like are not this package's.
 pytestmark = pytest.mark.filterwarnings("default")
 
 TEXT = [f"line {number}" for number in range(3000)]

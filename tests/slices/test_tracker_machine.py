@@ -1,4 +1,4 @@
-"""Workers that come, train, die and leave as chance has it, over a transport that loses, delays and repeats."""
+"""Workers that come, train, die and leave at random, over a transport that loses, delays and repeats."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["bit_differences"]
 
 
 def bit_differences(expected: Any, actual: Any, path: str = "") -> list[str]:
-    """What differs, each with its path; tensors and numbers are compared by their bits, dictionaries in any order."""
+    """Differences, each with its path; tensors and numbers are compared by their bits, dictionaries in any order."""
     if type(expected) is not type(actual):
         return [f"{path}: {expected!r} became {actual!r}"]
     if isinstance(expected, Tensor):

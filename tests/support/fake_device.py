@@ -1,4 +1,4 @@
-"""A GPU that is not there: streams, events and kernels as CUDA defines them, run by a thread, in any order allowed.
+"""A simulated GPU: streams, events and kernels as CUDA defines them, run by a thread, in any order allowed.
 
 What is enqueued on one stream runs in order; streams run in an order that is drawn at random, unless events say
 otherwise. So what is right by luck on a real GPU goes wrong here. Kernels are Python functions.
@@ -65,7 +65,7 @@ class FakeDevice:
     """Stands in for ``torch.cuda``; runs what is enqueued while it is entered.
 
     Args:
-        seed: Of the order in which streams run.
+        seed: Seed of the order in which streams run.
     """
 
     def __init__(self, seed: int) -> None:

@@ -50,10 +50,10 @@ class Recipe:
 
     Attributes:
         model: Makes a :class:`tests.support.models.Trained`.
-        steps: Of the optimizer.
+        steps: Optimizer steps.
         trainer: Arguments of the Trainer.
-        callbacks: Make them; each rank and run has its own.
-        plugins: Make them.
+        callbacks: Factories of callbacks; each rank and run has its own.
+        plugins: Factories of plugins.
         ddp: Options of DistributedDataParallel, for every strategy.
         resume: A checkpoint to start from.
         after: What is done with trainer and model after the fit.
@@ -80,7 +80,7 @@ class Run:
         network: ``"late"``, ``"held"`` (see :class:`LateNetwork`) or ``"plain"``.
         patience: See :class:`LateNetwork`.
         sabotage: Removes something the result depends on.
-        far: Whether the link counts as one whose messages are long under way.
+        far: Whether the link counts as one with long round trips.
         routed: Have one order for all collectives of DDP's group, as on a GPU.
         by_host: Have gradients travel by host memory, as from a GPU.
         on_device: Have them encoded where they are besides, on a simulated device.
@@ -119,7 +119,7 @@ def train(rank: int, recipe: Recipe, run: Run) -> Outcome:
     show_stacks()
     torch.set_num_threads(1)
     rank_zero_only.rank = rank
-    # Another seed on each rank: equal weights come from the strategy, or not at all.
+    # Another seed on each rank: equal weights can only come from the strategy.
     torch.manual_seed(100 + rank)
     model = recipe.model()
     error = None

@@ -1,4 +1,4 @@
-"""Copies between a GPU that is not there and host memory: made late, in any order that streams and events allow."""
+"""Copies between a simulated GPU and host memory: made late, in any order that streams and events allow."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LateCopies(PayloadCopies):
             time.sleep(LATE_S)
             there.copy_(payload)
 
-        # who does not wait finds that
+        # a reader that does not wait finds that
         there.fill_(torch.nan) if there.dtype.is_floating_point else there.zero_()
         self.fake.current_stream().enqueue(late)
         return there

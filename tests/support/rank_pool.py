@@ -186,7 +186,7 @@ class RankPool:
         raise RanksFailed(report)
 
     def run_once(self, function: Callable[..., Any], /, **arguments: Any) -> list[Any]:
-        """As :meth:`run`, where that comes to the same each time: the second call is answered from memory.
+        """As :meth:`run`, for calls with the same result each time: the second call is answered from memory.
 
         What is kept outlives the processes. Two calls are the same if what they hand over is, to the last byte when
         pickled; so not for functions that read a file.
@@ -248,7 +248,7 @@ class RankPool:
         self._await_start(time.monotonic() + _START_S)
 
     def _await_start(self, deadline: float) -> None:
-        """Have no call's timeout be about what is imported."""
+        """Wait for the imports, so that no call's timeout includes them."""
         for number, rank in enumerate(self._ranks):
             try:
                 if rank.pipe.poll(max(0.0, deadline - time.monotonic())):

@@ -110,10 +110,10 @@ def train_with_servers(
     """Train with servers of their own.
 
     Args:
-        rank: Of the pool.
+        rank: Rank of the pool.
         recipe: What is trained.
-        run: How.
-        servers: Started by rank 0.
+        run: How it is trained.
+        servers: Number of servers, started by rank 0.
         kill_at: Batch after which rank 0 kills the last of them.
         pause_at: Batch after which rank 0 stops the last of them, as a machine without time for it would.
         pause_s: For how long; for good if 0.

@@ -1,4 +1,4 @@
-"""A device that is not there, for tensors: what is done to them is done on a CPU, if a GPU would do it.
+"""A simulated device for tensors: operations run on a CPU, if a GPU would do them.
 
 A tensor of it says that it is on ``DEVICE``, refuses to meet tensors of host memory but for copies, and has no NumPy.
 So what mixes them up by luck on a CPU goes wrong here. Payloads are copied to host memory late, in any order that

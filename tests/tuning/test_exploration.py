@@ -1,4 +1,4 @@
-"""A search that fails, and who is measured again."""
+"""A search that fails, and points that are measured again."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from lightning_bytescheduler.tuning.sizes import (
 )
 from tests.tuning.training import Training, tuning
 
-STARTING = 2e-4  # seconds of each message, in which the link stands idle
+STARTING = 2e-4  # start-up seconds of each message, in which the link is idle
 LINKS = {
     "500 Mbit/s": LinkModel(workers=4, bandwidth=500e6 / 8, latency=1e-4),
     "1 Gbit/s": LinkModel(workers=4, bandwidth=1e9 / 8, latency=1e-4),

@@ -1,4 +1,4 @@
-"""A training that is not there: step times from a function, with noise, outliers and whatever a test does to it."""
+"""A simulated training: step times from a function, with noise, outliers and whatever a test does to it."""
 
 from __future__ import annotations
 
