@@ -42,7 +42,7 @@ class Listener(SeenReads):
         with ThreadPoolExecutor(1) as another:
             self.told.append((what, another.submit(others_get_on).result()))
 
-    def stepped_whole(self, why: str) -> None:
+    def waited(self, why: str) -> None:
         self._note(why)
 
     def waited_early(self) -> None:

@@ -27,7 +27,7 @@ def test_an_overlapped_plan_says_how() -> None:
         gradients="reduce-scatter",
         norm_needed_by=("gradient norm clipping", "fp16 loss scaling"),
         gated_at_start=("a", "b", "c", "d", "e"),
-        early_readers={"EMA.on_train_batch_end": 7},
+        waits={"on_train_batch_end looks at weights or gradients between steps": 7},
         opened_for={"torch.jit.trace": 2},
     )
     assert plan.overlapped
@@ -37,7 +37,7 @@ def test_an_overlapped_plan_says_how() -> None:
         "  steps overlap: gradients travel under the backward and the next forward pass",
         "  reduce-scatter, norm, all-gather for gradient norm clipping and fp16 loss scaling",
         "  'a', 'b', 'c' and 2 more updated early, as reads of them cannot be seen",
-        "  waited for by EMA.on_train_batch_end in 7 steps",
+        "  7 steps waited for all gradients, because on_train_batch_end looks at weights or gradients between steps",
         "  all updated at once for torch.jit.trace, 2 times",
     ]
 
@@ -79,12 +79,12 @@ def test_what_has_come_to_pass_is_told() -> None:
         steps="overlapped",
         held_elsewhere=("weight",),
         deferred_share=0.75,
-        whole_steps={"SGD has step hooks": 3},
+        waits={"SGD has step hooks": 3},
     )
     assert "'weight' updated in the step, as other code can read the memory" in plan.summary()
     assert "p.data = p.data.clone()" in plan.summary()
     assert "so far 75% of the updates crossed the step boundary" in repr(plan)
-    assert "3 steps were taken whole, because SGD has step hooks" in repr(plan)
+    assert "3 steps waited for all gradients, because SGD has step hooks" in repr(plan)
 
 
 def test_a_plan_says_what_was_measured() -> None:

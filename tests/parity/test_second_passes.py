@@ -61,4 +61,4 @@ def test_it_is_said(two_ranks: RankPool) -> None:
     _, ours = assert_same_as_ddp(two_ranks, recipe, overlap=False, broken=passes_meet_nothing)
     assert ours[0].plan is not None
     assert ours[0].plan.opened_for == {"another backward pass": 11}
-    assert ours[0].plan.early_readers == {"AddsPenalty.on_after_backward": 11}
+    assert {why.split()[0]: steps for why, steps in ours[0].plan.waits.items()} == {"on_after_backward": 11}

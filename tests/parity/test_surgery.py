@@ -259,8 +259,8 @@ def test_a_tensor_of_the_state_that_is_kept(two_ranks: RankPool, take: Any) -> N
     plan, statistics = ours[0].plan, ours[0].statistics
     assert plan is not None
     assert statistics is not None
-    (why,) = [why for why in plan.whole_steps if "keeps the optimizer's state" in why]
-    assert plan.whole_steps[why] == 5
+    (why,) = [why for why in plan.waits if "keeps the optimizer's state" in why]
+    assert plan.waits[why] == 5
     assert statistics.overlapped_steps == 8, "of 14, but for the first and those in which it was held"
     assert plan.deferred_share == statistics.deferred_share
 

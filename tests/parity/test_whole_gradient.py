@@ -137,7 +137,7 @@ def test_parameters_the_optimizer_does_not_have(two_ranks: RankPool) -> None:
     ddp, ours = train_on(two_ranks, recipe, DDP, Run())
     assert_same(ddp, ours)
     assert ours[0].plan is not None
-    assert any("not the optimizer's" in why for why in ours[0].plan.whole_steps)
+    assert any("not the optimizer's" in why for why in ours[0].plan.waits)
 
 
 class Freezes(Tower):

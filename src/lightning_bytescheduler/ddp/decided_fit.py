@@ -665,8 +665,7 @@ class DecidedFit(Fit):
             self.reads.find_held()
             slow = link is not None and is_slow(link, nbytes=nbytes, busy_processor=self.device.type == "cpu")
             self.mode, pace = self._options.tuning.begin(module, self, slow=slow)
-            names = {id(p): name for name, p in module.named_parameters()}
-            self.reads.seen = SeenReads(names, strategy.global_rank, getattr(module, "_trainer", None))
+            self.reads.seen = SeenReads(module, strategy.global_rank)
         else:
             # Partitions by priority do not speed up a synchronised step, so only a user's options switch them on.
             by_itself = self._options.scheduler.mode == "auto" and self._options.scheduler.cross_barrier
@@ -716,7 +715,7 @@ class DecidedFit(Fit):
             if why_whole is None:
                 with self.deferring(optimizer):
                     return take(closure)
-            self.reads.seen.stepped_whole(why_whole)
+            self.reads.seen.waited(why_whole)
         if closure is None:
             self.flush()
         output = take(None if closure is None else followed_by(self.flush, closure))
@@ -743,8 +742,7 @@ class DecidedFit(Fit):
             held_elsewhere=() if module is None else names_of(module, reads.held_elsewhere),
             opened_for=dict(reads.opened_for),
             pace=self._options.tuning.standing or plan.pace,
-            early_readers=dict(reads.seen.steps),
-            whole_steps=dict(reads.seen.whole_steps),
+            waits=dict(reads.seen.waits),
             read_unseen=dict(reads.seen.unseen),
             deferred_share=statistics.deferred_share if statistics.updates else None,
         )

@@ -52,16 +52,14 @@ class OverlapPlan:
         as_ddp: Whether steps are taken as DDP's at present: with ``mode="ddp"``, if they cannot overlap, if little
             could be hidden, or if a trial found that faster.
         pace: Why steps are as DDP's or overlap, with what was measured so far, in a few words.
-        early_readers: Code that read weights or gradients between two steps so far on this rank, for example
-            ``MyCallback.on_train_batch_end``, with the number of steps. The reads were exact; these steps waited. Empty
-            in Fabric, whose loops have no such names.
+        waits: Why steps waited for all gradients although they overlap, with the number of steps so far on this rank:
+            code that reads weights or gradients between two steps, by the hook that it runs in, or a cause that came
+            after the start of the fit, such as another optimizer, or code that keeps its state. The weights are exact.
         read_unseen: Names of parameters whose unseen reads began after the first step, on this rank, with the step in
             which that was found. In that step the reader had, or may have had, the previous step's weights; later steps
             wait.
         opened_for: What needed all updates at once so far on this rank, as it reads weights unseen or must not meet
             gates, for example ``torch.jit.trace`` or ``compiled MyModule.attend``, with the number of times.
-        whole_steps: Why steps were not deferred although they overlap, with the number of steps so far on this rank.
-            The cause came after the start of the fit, such as another optimizer, or code that keeps its state.
         held_elsewhere: Names of parameters whose memory other code can read, now or at the last step: a kept alias, a
             NumPy array, another process. They are updated in the step itself. Memory of their own (``p.data =
             p.data.clone()`` before the fit) keeps the overlap.
@@ -82,10 +80,9 @@ class OverlapPlan:
     gated_at_start: tuple[str, ...] = ()
     as_ddp: bool = False
     pace: str = ""
-    early_readers: Mapping[str, int] = field(default_factory=dict)
+    waits: Mapping[str, int] = field(default_factory=dict)
     read_unseen: Mapping[str, int] = field(default_factory=dict)
     opened_for: Mapping[str, int] = field(default_factory=dict)
-    whole_steps: Mapping[str, int] = field(default_factory=dict)
     held_elsewhere: tuple[str, ...] = ()
     batch_shares: tuple[int, ...] = ()
     weighting: str = "ranks"
@@ -143,8 +140,7 @@ class OverlapPlan:
             lines += str(self.placement).splitlines()
         if self.overlapped and self.deferred_share is not None and (self.deferred_share or not self.as_ddp):
             lines.append(f"so far {self.deferred_share:.0%} of the updates crossed the step boundary")
-        lines += [f"{steps} steps were taken whole, because {why}" for why, steps in self.whole_steps.items()]
-        lines += [f"waited for by {reader} in {_count(steps)}" for reader, steps in self.early_readers.items()]
+        lines += [f"{_count(steps)} waited for all gradients, because {why}" for why, steps in self.waits.items()]
         lines += [f"read unseen, and late, in step {step}: {name!r}" for name, step in self.read_unseen.items()]
         lines += [f"all updated at once for {what}, {times} times" for what, times in self.opened_for.items()]
         body = "\n".join(f"  {line}" for line in lines)

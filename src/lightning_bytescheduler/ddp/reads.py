@@ -2,18 +2,16 @@
 
 The order of first use is the priority of buckets. Parameters that are read without a touch are found in the first
 iteration, in later ones (:class:`Reads`) or by references to them (:class:`AliasDetector`). Code that reads weights or
-gradients between steps costs overlap; it is named once (:class:`SeenReads`).
+gradients between steps costs overlap, which is said once (:class:`SeenReads`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +19,9 @@ from torch import nn
 
 from lightning_bytescheduler.checks import some_of
 from lightning_bytescheduler.ddp.gates import arm, can_be_gated, disarm, gate_of, is_armed
-from lightning_bytescheduler.lightning_api import Logger, pl, rank_zero_info, rank_zero_warn
+from lightning_bytescheduler.lightning_api import rank_zero_info, rank_zero_warn
 
 _storage_of = torch.Tensor.untyped_storage
-_tensor_use_count: Callable[[torch.Tensor], int] | None = getattr(torch.Tensor, "_use_count", None)
 
 
 def _read_count(address: int) -> int:
@@ -40,38 +37,6 @@ def references_to_memory(tensor: torch.Tensor) -> int:
     """Count the references to the memory of ``tensor``. Without an alias these are its own and this function's."""
     storage = _storage_of(tensor)  # keeps the Python object alive while it is counted, as in every other count
     return _use_count(storage._cdata)
-
-
-def _words(storage: torch.UntypedStorage) -> list[int]:
-    """Return the first words of a storage object: among them are the address of the memory and that of its owner."""
-    size = ctypes.sizeof(ctypes.c_void_p)
-    return [ctypes.c_size_t.from_address(storage._cdata + size * n).value for n in range(1, 6)]
-
-
-def _places_of(address: int, words: list[int]) -> list[int]:
-    return [place for place, word in enumerate(words) if word == address]
-
-
-def _place_of_owner() -> int | None:
-    """Find which word holds the owner's address; ``None`` if unknown. PyTorch's own host memory owns itself."""
-    own, foreign = (
-        torch.zeros(3, dtype=torch.float32).untyped_storage(),
-        torch.frombuffer(bytearray(12), dtype=torch.uint8),
-    )
-    twice = _places_of(own.data_ptr(), _words(own))
-    once = _places_of(foreign.untyped_storage().data_ptr(), _words(foreign.untyped_storage()))
-    return twice[1] if len(twice) == 2 and once == twice[:1] else None
-
-
-_OWNER = _place_of_owner()
-
-
-def is_foreign(storage: torch.UntypedStorage) -> bool:
-    """Whether other code may read the memory: a NumPy array, a mapped file or another process."""
-    if storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared()):
-        return False
-    # What torch.load() has read cannot be resized either, but belongs to this process alone.
-    return _OWNER is None or storage.device.type != "cpu" or _words(storage)[_OWNER] != storage.data_ptr()
 
 
 def held_beside(tensors: Iterable[torch.Tensor]) -> bool:
@@ -100,20 +65,16 @@ class AliasDetector:
     A touch gate sits on the Python object of a parameter. An alias of its memory (``.data``, ``state_dict()``,
     ``.numpy()``) can be read without a touch and would show weights before their deferred update. Every tensor over a
     storage holds a reference to it, and PyTorch counts these references. A count higher than the parameter itself needs
-    means that there is an alias. Memory that PyTorch did not allocate (NumPy arrays, mapped files, shared memory) has
-    other readers, so it counts as aliased. ``untyped_storage()`` returns one Python object per storage, whose
-    references Python counts.
-
-    C++ code may hold the tensor itself, as a traced function does with a weight that it closes over. PyTorch counts
-    references to tensors, too. DDP holds each parameter several times, so only a parameter that is held more often than
-    most is reported.
+    means that there is an alias. Memory that PyTorch cannot resize (NumPy arrays, files, shared memory) may have other
+    readers, so it counts as aliased.
 
     ``optimizer.state_dict()`` returns the dictionaries and tensors that the optimizer works with. Code that keeps one
     of them, or an alias of such a tensor, sees new moments right after each step under DDP. A deferred step would show
     there late. The same counts reveal this.
 
-    Not detected: memory of which only the address is known (``data_ptr()``), and GPU memory that another process has
-    opened. A graph that is kept after its backward pass also holds references; that costs overlap and nothing else.
+    Not detected: memory of which only the address is known (``data_ptr()``), a storage that is kept
+    (``untyped_storage()``), and GPU memory that another process has opened. A graph that is kept after its backward
+    pass also holds references; that costs overlap and nothing else.
 
     Args:
         parameters: Parameters to watch; those that cannot be gated are skipped. They may share memory with each other.
@@ -131,32 +92,19 @@ class AliasDetector:
     def find(self) -> set[int]:
         """Return the ids of parameters that have an alias. Opens no gate."""
         alone, use_count, storage_of = self._alone, _use_count, _storage_of
+        found: set[int] = set()
         held: list[nn.Parameter] = []
-        found = self._held_in_cpp()
         with torch._C.DisableTorchFunctionSubclass():
             for p in self._parameters:
                 storage = storage_of(p)
-                if sys.getrefcount(storage) > _STORAGE_ALONE:
+                if not storage.resizable() or (p.is_cpu and storage.is_shared()):
                     found.add(id(p))
                 elif alone is not None and use_count(storage._cdata) > alone:
                     held.append(p)
-                elif (not storage.resizable() or (p.is_cpu and storage.is_shared())) and is_foreign(storage):
-                    found.add(id(p))
             if alone is not None and held:
                 sharing = Counter(storage_of(p)._cdata for p in held)
                 found.update(id(p) for p in held if references_to_memory(p) > alone - 1 + sharing[storage_of(p)._cdata])
-                found.update(id(p) for p in held if is_foreign(storage_of(p)))
         return found
-
-    def _held_in_cpp(self) -> set[int]:
-        if _tensor_use_count is None or not self._parameters:
-            return set()
-        with torch._C.DisableTorchFunctionSubclass():
-            counts = list(map(_tensor_use_count, self._parameters))
-        if max(counts) == min(counts):
-            return set()
-        usual, _ = max(Counter(counts).items(), key=lambda of: (of[1], -of[0]))
-        return {id(p) for p, count in zip(self._parameters, counts, strict=True) if count > usual}
 
 
 def _references_of_one_tensor() -> int | None:
@@ -173,15 +121,6 @@ def _references_of_one_tensor() -> int | None:
 
 
 _ALONE = _references_of_one_tensor()
-
-
-def _references_of_one_storage() -> int:
-    tensor = torch.zeros(1, dtype=torch.float32)
-    storage = _storage_of(tensor)
-    return sys.getrefcount(storage)
-
-
-_STORAGE_ALONE = _references_of_one_storage()
 
 
 _scripts: list[tuple[weakref.ref[Any], list[int]]] = []  # with the ids of the modules' parameters
@@ -204,67 +143,49 @@ def scripted_parameters() -> set[int]:
 log = logging.getLogger(__name__)
 
 
-ENOUGH = 20  # steps of which most were read early, before a line is logged
-_OWNERS = (pl.Callback, pl.LightningModule, Logger)
+ENOUGH = 20  # steps that waited for the same reason, before a line is logged
 _TOLD_APART_EVERY = 16  # steps
 
 
 class SeenReads:
-    """Counts steps whose updates or gradients were waited for between steps, and other costs.
+    """Counts steps that waited for all gradients although they overlap, and says each reason once.
 
-    Such reads are exact, but each costs the overlap of its step. Nothing has to be declared: a callback that reads
-    every hundred steps costs every hundredth step's overlap.
+    Nothing has to be declared: a callback that reads every hundred steps costs every hundredth step's overlap.
 
     Args:
-        trainer: The Trainer whose callbacks, module and loggers are named, while it trains.
+        module: What is trained.
+        rank: This rank.
 
     Attributes:
-        steps: Number of steps each reader waited in, by its name, for example ``MyCallback.on_train_batch_end``.
+        waits: Number of steps that waited, by the reason in words.
         unseen: The step in which each parameter was found to be read past its gate, by its name.
     """
 
-    def __init__(
-        self, names: Mapping[int, str] | None = None, rank: int = 0, trainer: pl.Trainer | None = None
-    ) -> None:
-        self._names = {} if names is None else names
+    def __init__(self, module: nn.Module | None = None, rank: int = 0) -> None:
+        self._module = nn.Module() if module is None else module
         self._rank = rank
-        self._trainer = trainer
-        self._told: set[str] = set()
-        self._first_step: dict[str, int] = {}
-        self.steps: Counter[str] = Counter()
-        self.whole_steps: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
         self.unseen: dict[str, int] = {}
 
-    def stepped_whole(self, why: str) -> None:
-        """Count a step that is not deferred although it could overlap; ``why`` in words."""
-        self.whole_steps[why] += 1
-        if self.whole_steps[why] == ENOUGH:
-            rank_zero_info(f"bytescheduler: {ENOUGH} steps were not deferred, because {why}.")
+    def waited(self, why: str) -> None:
+        """Count a step that waited for all gradients; ``why`` in words."""
+        self.waits[why] += 1
+        if self.waits[why] == ENOUGH:
+            rank_zero_info(f"bytescheduler: {ENOUGH} steps waited for all gradients, because {why}.")
 
     def waited_early(self) -> None:
-        """Count a reader that waits between two forward passes; it is reported once it has waited in most steps.
-
-        Called once between two passes, on the reader's thread, without a lock.
-        """
-        if self._trainer is None or not self._trainer.training or (reader := _reader(sys._getframe(1))) is None:
-            return
-        step = self._trainer.global_step
-        since = step - self._first_step.setdefault(reader, step) + 1
-        self.steps[reader] += 1
-        if reader not in self._told and self.steps[reader] >= ENOUGH and 2 * self.steps[reader] > since:
-            self._told.add(reader)
-            rank_zero_info(
-                f"bytescheduler: {reader} looks at weights or gradients between steps, in {self.steps[reader]} steps "
-                "so far. They are what DDP would show, but these steps wait for all gradients; looking less often "
-                "keeps the overlap."
-            )
+        """Count a reader that waits between two forward passes that train; on its thread, without a lock."""
+        if self._module.training:
+            hook = getattr(self._module, "_current_fx_name", None) or "code"  # set by Lightning
+            self.waited(f"{hook} looks at weights or gradients between steps (looking less often keeps the overlap)")
 
     def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
         """Report that ``parameters`` were read past their gates in ``step``, certainly or possibly before the update.
 
         Warns on rank 0, logs an error on the others.
         """
-        found = [self._names[id(p)] for p in parameters]
+        names = {id(p): name for name, p in self._module.named_parameters()}
+        found = [names[id(p)] for p in parameters]
         self.unseen.update(dict.fromkeys(found, step))
         had = "had" if certain else "may have had"
         message = (
@@ -280,30 +201,18 @@ class SeenReads:
             log.error("rank %d: %s", self._rank, message)
 
 
-def _reader(frame: FrameType | None) -> str | None:
-    """Return the innermost public method of a callback, module or logger on the stack."""
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, _OWNERS) and not frame.f_code.co_name.startswith("_"):
-            return f"{type(owner).__name__}.{frame.f_code.co_name}"
-        frame = frame.f_back
-    return None
-
-
 class ForwardPass:
     """One forward pass that trains, until the next one begins.
 
     Attributes:
-        touched_buckets: Indices of buckets in the order in which it opened their gates.
         read_early: Whether code has waited between its end and the start of the next pass.
     """
 
-    __slots__ = ("read_early", "start", "touched_buckets", "under_way")
+    __slots__ = ("read_early", "start", "under_way")
 
     def __init__(self, start: float, *, under_way: bool = True) -> None:
         self.start = start
         self.under_way = under_way
-        self.touched_buckets: list[int] = []
         self.read_early = False
 
 
@@ -344,7 +253,6 @@ class Reads:
         self._by_first_use = by_first_use
         self._registration = {id(p): index for index, p in enumerate(self._parameters)}
         self._position: dict[int, int] = {}
-        self._bucket_order: dict[int, int] = {}
         self._observing = False  # whether this pass shows the order of use
         self._compiled: set[int] = set()  # touched in it by compiled code, which will not do so again
         self._untouched: list[nn.Parameter] = []  # in it, until its backward pass has been observed too
@@ -365,8 +273,7 @@ class Reads:
             index: The bucket's.
             parameters: The bucket's.
         """
-        known = self._bucket_order.get(index) if self._by_first_use else index
-        return min(map(self._position_of, parameters), default=0) if known is None else known
+        return min(map(self._position_of, parameters), default=0) if self._by_first_use else index
 
     def _position_of(self, parameter: nn.Parameter) -> int:
         key = id(parameter)
@@ -446,8 +353,6 @@ class Reads:
         """End a forward pass; it touched neither ``late``, which are stepped only now, nor ``untouched``."""
         self._doubtful.update((id(p), p) for p in untouched)
         self._stale = {id(p): p for p in late}
-        if self.forward.touched_buckets:
-            self._bucket_order = {index: position for position, index in enumerate(self.forward.touched_buckets)}
         self.forward.under_way = False
 
     def waits_early(self) -> bool:

@@ -197,8 +197,6 @@ class BucketUpdate:
     def apply(self, *, touched: bool = False) -> None:
         """Wait for the gradient, update the parameters unless that is done, and open the gate."""
         fit = self.step.fit
-        if fit.reads.forward.under_way:
-            fit.reads.forward.touched_buckets.append(self.bucket.index)
         with fit.stream.entered():
             fit.wait(self.task)
             due = self.state is UpdateState.DUE
@@ -278,7 +276,7 @@ class OverlappedStep(TrainingStep):
 
     def await_means(self, parameters: set[int]) -> None:
         """See :class:`TrainingStep`."""
-        self.fit.reads.seen.stepped_whole(_KEPT)
+        self.fit.reads.seen.waited(_KEPT)
         with self.fit.lock:
             for update in self.updates:
                 if update.state is UpdateState.REDUCING and not parameters.isdisjoint(map(id, update.parameters)):
@@ -313,7 +311,7 @@ class OverlappedStep(TrainingStep):
                 self._defer(optimizer, deferrable)
                 return None
         if why_whole:
-            fit.reads.seen.stepped_whole(why_whole)
+            fit.reads.seen.waited(why_whole)
         with fit.lock:
             self._land()
             fit.count_whole_step(optimizer)
