@@ -160,10 +160,10 @@ def test_factors_of_matrices_are_not_for_part_of_the_compressed() -> None:
 def test_gradients_on_a_cpu_or_a_gpu_are_compressed(compression: Any, device: str) -> None:
     made = rules(compression)
     if device != "mps":
-        made.check_device(torch.device(device))
+        made.check_training(torch.device(device), automatic=True)
         return
     with pytest.raises(UnsupportedError, match=r"gradients on a CPU or a CUDA GPU, and these are on mps"):
-        made.check_device(torch.device(device))
+        made.check_training(torch.device(device), automatic=True)
 
 
 def test_servers_take_gradients_of_cpus_and_of_cuda_gpus() -> None:

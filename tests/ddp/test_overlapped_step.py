@@ -133,7 +133,7 @@ def test_a_step_that_is_taken_whole_says_so_without_the_lock(step: OverlappedSte
     step.take(optimizer, optimizer.step)
     assert update.state is UpdateState.REDUCED
     assert parameter.tolist() == [0.0, 0.0, 0.0]
-    assert told(step) == [("SGD has step hooks", True)]
+    assert told(step) == [("SGD has step hooks, which expect whole steps (remove them to keep the overlap)", True)]
 
 
 def test_a_bucket_is_stepped_as_the_type_was_when_it_was_due(step: OverlappedStep, parameter: nn.Parameter) -> None:

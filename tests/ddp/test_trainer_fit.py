@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_bytescheduler.ddp import decided_fit
+from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.decided_fit import FitOptions, FitTuning
 from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.ddp.wire import AgreedSizes
+from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.tuning.sizes import SchedulerSizes
 
@@ -55,6 +58,17 @@ def test_sizes_are_for_shards_where_a_norm_is_needed(
         TrainerFit.begin(strategy, _options(own_buckets=False), board)
     expected = {"in_shards": in_shards, "ratio": 1.0, "architecture": "allreduce"}
     assert raised.value.args[0] == expected
+
+
+def test_manual_optimization_is_not_compressed() -> None:
+    """The next gradient may be that of another loss, as in a GAN, and would take along what was left of this one."""
+    module = _Model()
+    module.automatic_optimization = False
+    strategy: Any = SimpleNamespace(lightning_module=module, root_device=torch.device("cpu"))
+    options = replace(_options(own_buckets=False), rules=CompressionRules.resolve("int8"))
+    board: Any = SimpleNamespace(rank=0)
+    with pytest.raises(UnsupportedError, match=r"compression='int8.*' needs automatic optimization"):
+        TrainerFit.begin(strategy, options, board)
 
 
 def test_buckets_that_were_chosen_are_those_that_count(monkeypatch: pytest.MonkeyPatch) -> None:

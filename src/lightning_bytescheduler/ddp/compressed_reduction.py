@@ -140,19 +140,12 @@ class CompressedBucket:
 
     Args:
         pieces: One piece for each whole parameter.
+        observer: Times the codecs' work, and copies payloads between ``buffer``'s device and host memory.
         weight: This rank's weight, known before anything is sent; residuals hold gradients times its factor.
-        copies: Copies payloads between ``buffer``'s device and host memory.
     """
 
-    def __init__(
-        self,
-        buffer: Tensor,
-        pieces: list[Piece],
-        observer: GradientCompression,
-        weight: StepWeight,
-        copies: HostPayloads,
-    ) -> None:
-        self._copies = copies
+    def __init__(self, buffer: Tensor, pieces: list[Piece], observer: GradientCompression, weight: StepWeight) -> None:
+        self._copies = observer.copies
         self._buffer = buffer
         self._width = buffer.element_size()
         self._pieces = pieces
@@ -333,8 +326,8 @@ class LowRankBucket:
     Args:
         buffer: The flat gradient, which is filled with the mean.
         rest: Places of the other parameters in it.
+        observer: Times the codec's work, and copies what travels between ``buffer``'s device and host memory.
         weight: This rank's weight, known before anything is sent.
-        copies: Copies what travels between ``buffer``'s device and host memory.
     """
 
     def __init__(
@@ -344,11 +337,10 @@ class LowRankBucket:
         rest: Sequence[slice],
         observer: GradientCompression,
         weight: StepWeight,
-        copies: HostPayloads,
     ) -> None:
         self._buffer = buffer
         self._rest = [buffer[place] for place in rest]
-        self._copies = copies
+        self._copies = observer.copies
         self._weight = weight
         self._observer = observer
         rows = [matrix.shape[0] * matrix.right.shape[1] for matrix in matrices]
@@ -448,23 +440,18 @@ def _sum(group: dist.ProcessGroup, values: Tensor, sub_task: SubCommTask, number
     return all_reduce_in_shards(group, part, number, 1.0)
 
 
-_SEEN_STEPS = 30
-
-
 class GradientCompression(Uncompressed):
     """The compression of one fit's gradients on this rank, with their residuals.
 
     Args:
         record: Takes the measurements.
-        loss_scale: Returns the current factor of losses, which residuals also contain; ``None`` if it never changes.
+        loss_scale: Returns the current factor of losses, which residuals also contain.
         idle: Whether a parameter has got no gradient in this step on this rank; asked when its bucket is ready.
-        may_drop: Whether user code may drop mean gradients without an optimizer step; see :class:`Residuals`.
 
     Attributes:
         ratio: How many times fewer bytes travel for all gradients together, as far as that does not depend on their
             values.
         copies: Copies payloads between the device where gradients are encoded and host memory.
-        seen: Called once after some steps.
     """
 
     def __init__(
@@ -473,24 +460,21 @@ class GradientCompression(Uncompressed):
         parameters: Mapping[str, nn.Parameter],
         *,
         record: Record,
-        loss_scale: Callable[[], float | None] = lambda: None,
+        loss_scale: Callable[[], float] = lambda: 1.0,
         idle: Callable[[nn.Parameter], bool] = lambda parameter: False,
-        may_drop: bool = False,
     ) -> None:
         self._idle = idle
-        self.seen: Callable[[], None] = lambda: None
         self._record = record
         self._loss_scale = loss_scale
         self.copies = HostPayloads()
         self._lock = threading.Lock()  # guards the counters, which two threads update
         codecs = {name: rules.codec_for(name, parameter) for name, parameter in parameters.items()}
         known = {name: codec for name, codec in codecs.items() if codec is not None}
-        self._codecs = {id(parameters[name]): (name, c) for name, c in known.items() if isinstance(c, Compressor)}
-        self._low_rank = {id(parameters[name]): (name, c) for name, c in known.items() if isinstance(c, PowerSGD)}
+        self._codecs = {id(parameters[name]): (name, codec) for name, codec in known.items()}
+        self._in_factors = rules.whole_matrices  # then no other codec
         self.compressed = {name: codec.spec for name, codec in known.items()}
         self.ratio = rules.ratio(parameters)
-        compressed = {name: parameters[name] for name in self.compressed}
-        self.residuals = Residuals(compressed if may_drop else None)
+        self.residuals = Residuals()
 
     def work_on(self, copies: PayloadCopies) -> None:
         """Encode where gradients are, from which ``copies`` copies payloads; before the first step."""
@@ -499,38 +483,34 @@ class GradientCompression(Uncompressed):
 
     def begin_step(self) -> None:
         """See ``Uncompressed``."""
-        if self._record.statistics.steps >= _SEEN_STEPS:
-            self.seen()
-            self.seen = lambda: None
-        self.residuals.begin_step(self._loss_scale())
+        self.residuals.scale_to(self._loss_scale())
 
     def encoded(self, bucket: GradientBucket, weight: StepWeight) -> EncodedBucket | None:
         """See ``Uncompressed``."""
-        if any(id(parameter) in self._codecs for parameter in bucket.parameters):
-            return CompressedBucket(bucket.buffer, list(self._pieces(bucket.parameters)), self, weight, self.copies)
-        return self._in_factors(bucket, weight) if self._low_rank else None
+        if not any(id(parameter) in self._codecs for parameter in bucket.parameters):
+            return None
+        if self._in_factors:
+            return LowRankBucket(bucket.buffer, *self._matrices(bucket.parameters), self, weight)
+        return CompressedBucket(bucket.buffer, list(self._pieces(bucket.parameters)), self, weight)
 
-    def _in_factors(self, bucket: GradientBucket, weight: StepWeight) -> LowRankBucket | None:
+    def _matrices(self, parameters: Iterable[nn.Parameter]) -> tuple[list[Matrix], list[slice]]:
+        """Return a bucket's matrices, and the places of what is beside them."""
         matrices, rest = [], []
         at = 0
-        for parameter in bucket.parameters:
+        for parameter in parameters:
             with torch._C.DisableTorchFunctionSubclass():
                 size = parameter.numel()
-            name, codec = self._low_rank.get(id(parameter), ("", None))
-            shape = None if codec is None else codec.shape_of(parameter)
-            if codec is None or shape is None:
-                rest.append(slice(at, at + size))
-            else:
-                right = self.residuals.right_of(name, shape[1], codec)
+            name, codec = self._codecs.get(id(parameter), ("", None))
+            if isinstance(codec, PowerSGD) and (shape := codec.shape_of(parameter)) is not None:
+                right, residual = self.residuals.right_of(name, shape[1], codec), self.residuals.of(name, size)
                 if self._idle(parameter):
-                    residual = self.residuals.of(name, size)
                     matrices.append(Matrix(at, shape, torch.zeros_like(residual), right, later=residual))
                 else:
-                    matrices.append(Matrix(at, shape, self.residuals.to_change(name, size), right))
+                    matrices.append(Matrix(at, shape, residual, right))
+            else:
+                rest.append(slice(at, at + size))
             at += size
-        if not matrices:
-            return None
-        return LowRankBucket(bucket.buffer, matrices, rest, self, weight, self.copies)
+        return matrices, rest
 
     def _pieces(self, parameters: Iterable[nn.Parameter]) -> Iterator[Piece]:
         at = 0
@@ -538,12 +518,10 @@ class GradientCompression(Uncompressed):
             with torch._C.DisableTorchFunctionSubclass():
                 size = parameter.numel()
             name, codec = self._codecs.get(id(parameter), ("", None))
-            if codec is None:
-                yield Piece(at, at + size, None)
+            if isinstance(codec, Compressor):
+                yield Piece(at, at + size, codec, self.residuals.of(name, size), self._idle(parameter))
             else:
-                idle = self._idle(parameter)
-                residual = (self.residuals.of if idle else self.residuals.to_change)(name, size)
-                yield Piece(at, at + size, codec, residual, idle)
+                yield Piece(at, at + size, None)
             at += size
 
     @contextmanager

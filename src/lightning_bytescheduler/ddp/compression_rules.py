@@ -74,12 +74,23 @@ class CompressionRules:
             )
         return cls(by_pattern=tuple(pairs), min_size=MIN_SIZE if min_size is None else min_size)
 
-    def check_device(self, device: torch.device) -> None:
-        """Check that gradients on ``device`` can be compressed.
+    def check_training(self, device: torch.device, *, automatic: bool) -> None:
+        """Check that gradients on ``device`` can be compressed, and that each belongs to a step.
+
+        Args:
+            device: Where they are.
+            automatic: Whether Lightning takes the steps. In a loop of the user's own a gradient may be dropped, as with
+                two losses and optimizers, and what was left of it would be sent with another loss's.
 
         Raises:
-            UnsupportedError: If they cannot be compressed there.
+            UnsupportedError: If they cannot.
         """
+        if not automatic:
+            raise UnsupportedError(
+                f"compression={self.spec!r} needs automatic optimization: what is left of a gradient is sent with the "
+                "next one, which manual optimization may take from another loss. Leave compression out, or set "
+                "automatic_optimization=True."
+            )
         if device.type not in ("cpu", "cuda"):
             raise UnsupportedError(
                 f"compression={self.spec!r} is for gradients on a CPU or a CUDA GPU, and these are on {device.type}. "

@@ -82,7 +82,6 @@ _FAR = (
 )
 _TUNED = " How much travels at once is tuned while training."
 _BYTESCHEDULER = policy_of(POLICIES[0])
-_BEFORE_A_STEP = ("on_after_backward", "on_before_optimizer_step")  # hooks of modules and callbacks
 _PLAIN_STEPS = [
     kind.optimizer_step for kind in (Precision, MixedPrecision, FabricPrecision, FabricMixedPrecision)
 ]  # these only run the closure and the optimizer's step
@@ -106,7 +105,7 @@ def optimizer_reasons(optimizers: Sequence[Optimizer]) -> list[str]:
     optimizer = optimizers[0]
     if type(optimizer).__name__ == _STAND_IN:
         return ["there is no optimizer (configure_optimizers that returns one keeps the overlap)"]
-    return [why + rest for why, rest in whole_steps_for(optimizer)]
+    return list(whole_steps_for(optimizer))
 
 
 def option_reasons(*, cross_barrier: bool, bucket_views: bool) -> list[str]:
@@ -123,14 +122,10 @@ def option_reasons(*, cross_barrier: bool, bucket_views: bool) -> list[str]:
 def model_reasons(model: nn.Module) -> list[str]:
     """Return why updates of ``model`` cannot be deferred, each with how to avoid it; empty if they can."""
     reasons = []
-    shown = {
-        "compiled calls": compiled_calls_are_seen(),
-        "who holds a tensor's memory": AliasDetector(()).works,
-    }
-    if hidden := [what for what, is_shown in shown.items() if not is_shown]:
+    if not (compiled_calls_are_seen() and AliasDetector(()).works):
         reasons.append(
-            f"PyTorch {torch.__version__} does not show {' or '.join(hidden)} (a version that this package is tested "
-            "with keeps the overlap)"
+            f"PyTorch {torch.__version__} does not show compiled calls, or who holds a tensor's memory (a version that "
+            "this package is tested with keeps the overlap)"
         )
     shared = _sharing_memory(model)
     if shared:
@@ -195,15 +190,6 @@ def norm_needed_by(module: pl.LightningModule) -> tuple[str, ...]:
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE:
         return ("gradient norm clipping",)
     return ()
-
-
-def may_drop_gradients(module: pl.LightningModule) -> bool:
-    """Whether user code may drop mean gradients before a step, by hand or in a hook; ``module`` has a trainer."""
-    own = ("backward", *_BEFORE_A_STEP, "configure_gradient_clipping", "optimizer_step")
-    if not module.automatic_optimization or any(is_overridden(hook, module) for hook in own):
-        return True
-    callbacks: list[pl.Callback] = module.trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return any(is_overridden(hook, each, pl.Callback) for hook in _BEFORE_A_STEP for each in callbacks)
 
 
 class StepTimer:
@@ -719,7 +705,7 @@ class DecidedFit(Fit):
         if closure is None:
             self.flush()
         output = take(None if closure is None else followed_by(self.flush, closure))
-        self.took_whole_step(optimizer)
+        self.count_whole_step(optimizer)
         return output
 
     def deferring(self, optimizer: Optimizer) -> AbstractContextManager[None]:

@@ -237,38 +237,31 @@ def steps_as_its_class(optimizer: Optimizer, step: object = None) -> bool:
     return own is None or any(vars(kind).get("step") is own for kind in type(optimizer).__mro__)
 
 
-def whole_steps_for(optimizer: Optimizer, step: object = None) -> Iterator[tuple[str, str]]:
-    """Yield why an optimizer cannot be stepped bucket by bucket, as it is now.
+def whole_steps_for(optimizer: Optimizer, step: object = None) -> Iterator[str]:
+    """Yield why an optimizer cannot be stepped bucket by bucket, as it is now, each with how to avoid it.
 
     Args:
         optimizer: The optimizer.
         step: The instance's own step, if a stand-in replaces it at present.
-
-    Yields:
-        A reason, and how to avoid it.
     """
     name = kind_of(optimizer).__name__
     if not is_per_parameter(optimizer):
-        yield (
-            f"{name} is not known to update each parameter on its own",
-            " (torch.optim's SGD, Adam, AdamW and the like are)",
-        )
+        alike = "torch.optim's SGD, Adam, AdamW and the like are"
+        yield f"{name} is not known to update each parameter on its own ({alike})"
     elif not can_have_a_gate(optimizer):
-        way_out = " (plain attributes state and param_groups keep the overlap)"
-        yield f"{name} has attributes of a kind of its own", way_out
+        yield f"{name} has attributes of a kind of its own (plain attributes state and param_groups keep the overlap)"
     if not steps_as_its_class(optimizer, step):
         yield (
-            f"the step of this {name} was replaced",
-            " by another function (leave it as it is, and do what else is to be done in "
-            "LightningModule.on_train_batch_end, to keep the overlap)",
+            f"the step of this {name} was replaced by another function (leave it as it is, and do what else is to be "
+            "done in LightningModule.on_train_batch_end, to keep the overlap)"
         )
     if has_step_hooks(optimizer):
-        yield f"{name} has step hooks", ", which expect whole steps (remove them to keep the overlap)"
+        yield f"{name} has step hooks, which expect whole steps (remove them to keep the overlap)"
 
 
 def wants_whole_steps(optimizer: Optimizer, step: object = None) -> str | None:
     """Return the first reason of :func:`whole_steps_for`, if any."""
-    return next((why for why, _ in whole_steps_for(optimizer, step)), None)
+    return next(whole_steps_for(optimizer, step), None)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
@@ -462,8 +455,8 @@ def _or_else(fit: Fit, defer: str, clip: Callable[[Optimizer, float], None]) -> 
     return clip_later
 
 
-def loss_scale_of(strategy: DDPStrategy) -> float | None:
-    """Return the current factor of losses, if any; call it in a backward pass or when no step is pending."""
+def loss_scale_of(strategy: DDPStrategy) -> float:
+    """Return the current factor of losses, 1 without one; call it in a backward pass or when no step is pending."""
     plugin = strategy.precision_plugin
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
-    return None if scaler is None else float(scaler.get_scale())
+    return 1.0 if scaler is None else float(scaler.get_scale())

@@ -436,7 +436,6 @@ class Fit:
         try:
             self.stream.is_here()
             self.step.finish()
-            self.codec.residuals.before_backward()
             progress.in_backward = threading.get_ident()
             self.reads.before_backward()
             self.step = TrainingStep(self, self.step.number)
@@ -471,13 +470,7 @@ class Fit:
     def take_step(self, optimizer: Optimizer, own_step: Callable[[], Any]) -> Any:
         """Step the optimizer now or defer the step; see :meth:`TrainingStep.take`."""
         self.stream.is_here()
-        self.codec.residuals.stepped(optimizer)
         return self.step.take(optimizer, own_step)
-
-    def took_whole_step(self, optimizer: Optimizer) -> None:
-        """Account for a step that the optimizer took by itself."""
-        self.codec.residuals.stepped(optimizer)
-        self.count_whole_step(optimizer)
 
     # ------------------------------------------------------------------ failures; called by the fault board's thread
 

@@ -24,7 +24,6 @@ from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
 from lightning_bytescheduler.ddp.decided_fit import (
     DecidedFit,
     FitOptions,
-    may_drop_gradients,
     norm_needed_by,
     open_wire,
     optimizer_reasons,
@@ -68,7 +67,7 @@ class TrainerFit(DecidedFit):
         check_module(module)
         rules = options.rules
         if rules is not None:
-            rules.check_device(strategy.root_device)
+            rules.check_training(strategy.root_device, automatic=module.automatic_optimization)
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             raise UnsupportedError(
@@ -88,8 +87,6 @@ class TrainerFit(DecidedFit):
             raise
         strategy._ddp_kwargs.update(fit.bucket_cap_mb)
         fit._known = set(map(id, parameters))
-        if codec is not None:
-            codec.seen = fit._say_cost
         fit.start()
         return fit
 
@@ -97,11 +94,6 @@ class TrainerFit(DecidedFit):
         """See :class:`DecidedFit`."""
         module: nn.Module | None = self._strategy.lightning_module
         return module
-
-    def _say_cost(self) -> None:
-        line = codec_cost(self.record.statistics, self.wire.agreed.link, self.wire.groups.world_size)
-        if line:
-            rank_zero_info(f"bytescheduler: {line}")
 
     def decide(self) -> None:
         """Decide with the other ranks what overlaps, once everything is set up."""
@@ -140,9 +132,11 @@ class TrainerFit(DecidedFit):
 
     def say_end(self) -> None:
         """Report the end of a fit."""
-        line = summary_of(self.record.statistics, self._options.tuning.standing)
-        if line is not None:
-            rank_zero_info(f"bytescheduler: {line}")
+        statistics = self.record.statistics
+        cost = codec_cost(statistics, self.wire.agreed.link, self.wire.groups.world_size)
+        for line in (summary_of(statistics, self._options.tuning.standing), cost):
+            if line:
+                rank_zero_info(f"bytescheduler: {line}")
 
     # ------------------------------------------------------------------ one step
 
@@ -208,7 +202,6 @@ def _codec(
         record=wire.record,
         loss_scale=partial(loss_scale_of, strategy),
         idle=has_no_gradient,
-        may_drop=may_drop_gradients(module),
     )
     if wire.route.copies is not None:
         codec.work_on(wire.route.copies)
