@@ -27,7 +27,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -43,7 +42,7 @@ from lightning_bytescheduler.collectives.number_exchange import AgreedValues
 from lightning_bytescheduler.ddp.compiled_calls import compiled_calls_are_seen
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.deferred_optimizer import (
-    deferred_step,
+    deferring,
     followed_by,
     wants_whole_steps,
     whole_steps_for,
@@ -51,7 +50,7 @@ from lightning_bytescheduler.ddp.deferred_optimizer import (
 from lightning_bytescheduler.ddp.fit import Fit, StepMode, TrainingStep
 from lightning_bytescheduler.ddp.fit_report import OverlapPlan, Record, milliseconds
 from lightning_bytescheduler.ddp.gates import can_be_gated
-from lightning_bytescheduler.ddp.reads import AliasDetector, SeenReads
+from lightning_bytescheduler.ddp.reads import SeenReads, aliases_are_seen
 from lightning_bytescheduler.ddp.sample_weights import SampleCounter
 from lightning_bytescheduler.ddp.steps import MergedStep, OverlappedStep, PlainStep, merged_bytes
 from lightning_bytescheduler.ddp.wire import AgreedSizes, ServerOptions, Wire, agree_on_sizes
@@ -122,7 +121,7 @@ def option_reasons(*, cross_barrier: bool, bucket_views: bool) -> list[str]:
 def model_reasons(model: nn.Module) -> list[str]:
     """Return why updates of ``model`` cannot be deferred, each with how to avoid it; empty if they can."""
     reasons = []
-    if not (compiled_calls_are_seen() and AliasDetector(()).works):
+    if not (compiled_calls_are_seen() and aliases_are_seen()):
         reasons.append(
             f"PyTorch {torch.__version__} does not show compiled calls, or who holds a tensor's memory (a version that "
             "this package is tested with keeps the overlap)"
@@ -137,9 +136,9 @@ def model_reasons(model: nn.Module) -> list[str]:
 
 
 def _sharing_memory(model: nn.Module) -> tuple[str, str] | None:
-    """Return two parameters that overlap in memory. Neighbours in one storage, as in cuDNN's LSTM, do not."""
+    """Return two dense parameters that overlap in memory. Neighbours in one storage, as in cuDNN's LSTM, do not."""
     ranges = sorted(
-        (parameter.data_ptr(), _end(parameter), name)
+        (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and parameter.numel() and can_be_gated(parameter)
     )
@@ -147,11 +146,6 @@ def _sharing_memory(model: nn.Module) -> tuple[str, str] | None:
         if start < end:
             return name, other
     return None
-
-
-def _end(parameter: nn.Parameter) -> int:
-    reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-    return parameter.data_ptr() + (reach + 1) * parameter.element_size()
 
 
 def unseen_parameters(model: nn.Module) -> set[int]:
@@ -412,7 +406,7 @@ class FitTuning:
             count,
             start,
             largest_bucket=largest_bucket,
-            architecture=fit.wire.architecture,
+            architecture="allreduce" if fit.wire.servers is None else "ps",
             tunes_credit=tunes and options.tunes_credit,
             tunes_partitions=tunes and options.tunes_partition,
         )
@@ -699,7 +693,7 @@ class DecidedFit(Fit):
             # asked for each step, as the optimizer may have been replaced
             why_whole = why_whole or wants_whole_steps(optimizer)
             if why_whole is None:
-                with self.deferring(optimizer):
+                with deferring(optimizer, self, getattr(self._strategy, "precision_plugin", None)):
                     return take(closure)
             self.reads.seen.waited(why_whole)
         if closure is None:
@@ -707,10 +701,6 @@ class DecidedFit(Fit):
         output = take(None if closure is None else followed_by(self.flush, closure))
         self.count_whole_step(optimizer)
         return output
-
-    def deferring(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Within the context, ``optimizer.step`` hands the step to this fit."""
-        return deferred_step(optimizer, self)
 
     def so_far(self) -> OverlapPlan | None:
         """Return the plan with its results so far; ``None`` before there is one."""

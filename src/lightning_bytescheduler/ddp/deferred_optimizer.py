@@ -415,8 +415,13 @@ def followed_by(after: Callable[[], None], closure: Callable[[], Any]) -> Callab
 
 
 @contextmanager
-def deferred_step(optimizer: Optimizer, fit: Fit) -> Iterator[None]:
-    """Within the context, ``optimizer.step(closure)`` runs the closure and hands the step to ``fit``."""
+def deferring(optimizer: Optimizer, fit: Fit, plugin: Precision | None) -> Iterator[None]:
+    """Within the context, ``optimizer.step(closure)`` runs the closure and hands the step to ``fit``.
+
+    The Trainer's precision plugin also hands over its clipping. Attributes of the instances are replaced, as
+    learning-rate schedules do with ``optimizer.step``. So precision plugins, hooks and user code see the optimizer
+    itself.
+    """
     own_step = optimizer.step
 
     def step(closure: Callable[[], Any] | None = None) -> Any:
@@ -428,21 +433,10 @@ def deferred_step(optimizer: Optimizer, fit: Fit) -> Iterator[None]:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # learning-rate schedules look for it
         return output
 
-    with replaced(optimizer, "step", step):
-        yield
-
-
-@contextmanager
-def deferring(optimizer: Optimizer, fit: Fit, plugin: Precision) -> Iterator[None]:
-    """Like :func:`deferred_step`; also hands the plugin's clipping to ``fit``.
-
-    It replaces attributes of the instances, as learning-rate schedules do with ``optimizer.step``. So precision
-    plugins, hooks and user code see the optimizer itself.
-    """
     with ExitStack() as stack:
-        stack.enter_context(deferred_step(optimizer, fit))
+        stack.enter_context(replaced(optimizer, "step", step))
         for name, defer in (("clip_grad_by_norm", "clip_norm"), ("clip_grad_by_value", "clip_value")):
-            if getattr(type(plugin), name) is getattr(Precision, name):  # otherwise the user has overridden it
+            if getattr(type(plugin), name, None) is getattr(Precision, name):  # otherwise the user has overridden it
                 stack.enter_context(replaced(plugin, name, _or_else(fit, defer, getattr(plugin, name))))
         yield
 

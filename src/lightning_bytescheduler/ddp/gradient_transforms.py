@@ -104,7 +104,7 @@ class StepTransforms(Transforms):
         self.complete = False
         self.unused: set[int] = set()
         self.why_now: str | None = None
-        self._reduction = reduction
+        self._sharded = reduction if isinstance(reduction, ShardedReduction) else None  # tells norms
         self._buckets = buckets
         self._wait = wait
         self._lock = lock
@@ -118,12 +118,15 @@ class StepTransforms(Transforms):
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> bool:
         """See :class:`Transforms`."""
         with self._lock():
+            # The norm is unknown without shards, and after clipping or other changes.
+            if self._sharded is None or self._transforms or _any_changed(self._handed_out.values()):
+                return False
             kinds = self._take(optimizer, needs_norm=True)
             if kinds is None:
                 return False
             # The norm of complex numbers is real.
             kind = reduce(torch.promote_types, {kind.to_real() for kind in kinds})
-            self._add(ClipNorm(max_norm, kind, self._norm))
+            self._add(ClipNorm(max_norm, kind, partial(self._norm_by, self._sharded)))
             return True
 
     def clip_value(self, optimizer: Optimizer, limit: float) -> bool:
@@ -146,8 +149,7 @@ class StepTransforms(Transforms):
     def hand_out(self, bucket: GradientBucket) -> None:
         """Transform the gradients of an arrived bucket that other code may read or change from here on."""
         self.apply(bucket)
-        norm = _norm(bucket) if isinstance(self._reduction, ShardedReduction) else None
-        self._handed_out[bucket.index] = bucket, norm
+        self._handed_out[bucket.index] = bucket, None if self._sharded is None else _norm(bucket)
 
     @property
     def known(self) -> bool:
@@ -158,18 +160,16 @@ class StepTransforms(Transforms):
     @property
     def norms(self) -> CommTask | None:
         """The task that exchanges norms of shards, whether they are used or not."""
-        return self._reduction.norms if isinstance(self._reduction, ShardedReduction) else None
+        return None if self._sharded is None else self._sharded.norms
 
     def let_go(self) -> None:
         """Release all gradients, as a referenced gradient counts as kept by user code."""
         self._gradients = {}
 
-    def _norm(self) -> float:
-        reduction = self._reduction
-        if not isinstance(reduction, ShardedReduction) or reduction.norms is None:
-            raise RuntimeError("The norm is known only for gradients that are reduced in shards.")
-        self._wait(reduction.norms)
-        return reduction.norm()
+    def _norm_by(self, sharded: ShardedReduction) -> float:
+        if sharded.norms is not None:  # otherwise it is not known, and says so
+            self._wait(sharded.norms)
+        return sharded.norm()
 
     def _add(self, transform: Callable[[Sequence[torch.Tensor]], None]) -> None:
         self._transforms.append(transform)
@@ -183,13 +183,6 @@ class StepTransforms(Transforms):
         """
         if not self.complete or not self._buckets:
             return None
-        if needs_norm:
-            if not isinstance(self._reduction, ShardedReduction):
-                return None
-            if self._transforms:
-                return None  # the norm is unknown after clipping
-            if _any_changed(self._handed_out.values()):
-                return None
         bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters if id(p) not in self.unused}
         gradients: dict[int, list[torch.Tensor]] = {}
         with torch._C.DisableTorchFunctionSubclass():  # reads p.grad without opening gates

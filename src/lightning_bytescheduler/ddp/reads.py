@@ -39,11 +39,22 @@ def references_to_memory(tensor: torch.Tensor) -> int:
     return _use_count(storage._cdata)
 
 
+# Versions of PyTorch differ in the references that they hold themselves, so these are measured.
+_ALONE = references_to_memory(torch.zeros(1, dtype=torch.float32))
+
+
+def aliases_are_seen() -> bool:
+    """Whether this version of PyTorch counts each alias as one more reference, as long as it lives."""
+    tensor = torch.zeros(1, dtype=torch.float32)
+    aliases = [tensor.detach() for _ in range(3)]
+    counted = references_to_memory(tensor)
+    aliases.clear()
+    return (counted, references_to_memory(tensor)) == (_ALONE + 3, _ALONE)
+
+
 def held_beside(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether one of ``tensors`` has an alias. No two of them may share memory. Opens no gate."""
     alone, use_count, storage_of = _ALONE, _use_count, _storage_of
-    if alone is None:
-        return False
     with torch._C.DisableTorchFunctionSubclass():
         return any(
             use_count((storage := storage_of(t))._cdata) > alone or (t.is_cpu and storage.is_shared()) for t in tensors
@@ -51,9 +62,7 @@ def held_beside(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def kept_elsewhere(of: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Return the gradients whose memory is held by more than the given gradients."""
-    if _ALONE is None or not of:
-        return []
+    """Return the pairs whose second tensor's memory is held by more than those tensors."""
     dense = [(p, g) for p, g in of if g.layout is torch.strided]
     sharing = Counter(_storage_of(g)._cdata for _, g in dense)
     return [(p, g) for p, g in dense if references_to_memory(g) > _ALONE - 1 + sharing[_storage_of(g)._cdata]]
@@ -82,45 +91,21 @@ class AliasDetector:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = [p for p in parameters if can_be_gated(p) and p.layout is torch.strided and p.numel()]
-        self._alone = _references_of_one_tensor()
-
-    @property
-    def works(self) -> bool:
-        """Whether this version of PyTorch shows aliases at all. If not, none is ever found."""
-        return self._alone is not None
 
     def find(self) -> set[int]:
         """Return the ids of parameters that have an alias. Opens no gate."""
-        alone, use_count, storage_of = self._alone, _use_count, _storage_of
+        alone, use_count, storage_of = _ALONE, _use_count, _storage_of
         found: set[int] = set()
-        held: list[nn.Parameter] = []
+        held: list[tuple[nn.Parameter, torch.Tensor]] = []
         with torch._C.DisableTorchFunctionSubclass():
             for p in self._parameters:
                 storage = storage_of(p)
                 if not storage.resizable() or (p.is_cpu and storage.is_shared()):
                     found.add(id(p))
-                elif alone is not None and use_count(storage._cdata) > alone:
-                    held.append(p)
-            if alone is not None and held:
-                sharing = Counter(storage_of(p)._cdata for p in held)
-                found.update(id(p) for p in held if references_to_memory(p) > alone - 1 + sharing[storage_of(p)._cdata])
+                elif use_count(storage._cdata) > alone:
+                    held.append((p, p))
+            found.update(id(p) for p, _ in kept_elsewhere(held))
         return found
-
-
-def _references_of_one_tensor() -> int | None:
-    """Return ``None`` unless each alias adds one reference and removes it when it goes."""
-    tensor = torch.zeros(1, dtype=torch.float32)
-    alone = references_to_memory(tensor)
-    aliases: list[torch.Tensor] = []
-    for number in range(1, 4):
-        aliases.append(tensor.detach())
-        if references_to_memory(tensor) != alone + number:
-            return None
-    aliases.clear()
-    return alone if references_to_memory(tensor) == alone else None
-
-
-_ALONE = _references_of_one_tensor()
 
 
 _scripts: list[tuple[weakref.ref[Any], list[int]]] = []  # with the ids of the modules' parameters

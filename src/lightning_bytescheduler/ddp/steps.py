@@ -51,6 +51,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from threading import get_ident
 from typing import Any, cast
 
@@ -118,11 +119,6 @@ class BucketUpdate:
         self.touched_by: nn.Parameter | None = None
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Parameters of the bucket."""
-        return self.bucket.parameters
-
-    @property
     def has_arrived(self) -> bool:
         """Whether the reduced gradient has arrived."""
         return self.task.done() and self.task.error is None
@@ -136,10 +132,9 @@ class BucketUpdate:
         """Whether all parameters are of a class that can be gated."""
         return all(can_be_gated(p) for p in self.bucket.parameters)
 
-    def is_unseen(self) -> bool:
-        """Whether touches of one of its parameters may go unseen."""
-        unseen = self.step.fit.reads.unseen
-        return not self.is_gateable() or any(id(p) in unseen for p in self.bucket.parameters)
+    def has_any(self, parameters: set[int]) -> bool:
+        """Whether one of its parameters has one of these ids."""
+        return not parameters.isdisjoint(map(id, self.bucket.parameters))
 
     def close_gate(self) -> None:
         """Gate the parameters."""
@@ -278,20 +273,16 @@ class OverlappedStep(TrainingStep):
         """See :class:`TrainingStep`."""
         self.fit.reads.seen.waited(_KEPT)
         with self.fit.lock:
-            for update in self.updates:
-                if update.state is UpdateState.REDUCING and not parameters.isdisjoint(map(id, update.parameters)):
-                    update.await_gradient()
+            self._await_gradients(lambda update: update.has_any(parameters))
 
     def end_backward(self) -> None:
         """See :class:`TrainingStep`."""
         with self.fit.lock:
             if self.fit.sharded:
                 with torch._C.DisableTorchFunctionSubclass():  # opens no gate
-                    parameters = (p for update in self.updates for p in update.parameters)
+                    parameters = (p for update in self.updates for p in update.bucket.parameters)
                     self.transforms.unused = {id(p) for p in parameters if p.grad is None}
-            for update in self.updates:
-                if update.state is UpdateState.REDUCING and not update.is_gateable():
-                    update.await_gradient()  # reads of its gradient would be missed
+            self._await_gradients(lambda update: not update.is_gateable())  # reads of it would be missed
 
     # ------------------------------------------------------------------ optimizer step
 
@@ -302,7 +293,9 @@ class OverlappedStep(TrainingStep):
         """
         fit = self.fit
         with fit.lock:
-            self._await_unseen()
+            unseen = fit.reads.unseen | (fit.reads.find_held() if self.transforms.complete else set())
+            # Later reads of these weights would be missed.
+            self._await_gradients(lambda update: not update.is_gateable() or update.has_any(unseen))
             deferrable = [u for u in self.updates if u.state is UpdateState.REDUCING]
             # If the backward pass left a bucket out, not all gates are closed; DDP raises at the next forward pass.
             complete = self.transforms.complete
@@ -317,17 +310,10 @@ class OverlappedStep(TrainingStep):
             fit.count_whole_step(optimizer)
             return own_step()
 
-    def _await_unseen(self) -> None:
-        held = self.fit.reads.find_held() if self.transforms.complete else set()
-        for update in self.updates:
-            unseen = update.is_unseen() or not held.isdisjoint(map(id, update.parameters))
-            if unseen and update.state is UpdateState.REDUCING:
-                update.await_gradient()  # later reads of its weights would be missed
-
     def _defer(self, optimizer: Optimizer, deferrable: list[BucketUpdate]) -> None:
         statistics = self.fit.record.statistics
         statistics.steps += 1
-        update_of = {id(p): update for update in deferrable for p in update.parameters}
+        update_of = {id(p): update for update in deferrable for p in update.bucket.parameters}
         due = self._due = DueStep(optimizer)
         now = []
         with torch._C.DisableTorchFunctionSubclass():  # reads p.grad without opening gates
@@ -404,7 +390,7 @@ class OverlappedStep(TrainingStep):
     def end_forward(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """See :class:`TrainingStep`."""
         late, untouched = (
-            [p for update in self.updates if update.state is state for p in update.parameters]
+            [p for update in self.updates if update.state is state for p in update.bucket.parameters]
             for state in (UpdateState.DUE, UpdateState.STEPPED)
         )
         with self.fit.lock:
@@ -442,10 +428,13 @@ class OverlappedStep(TrainingStep):
             if self._optimizer is not None:
                 open_state(self._optimizer)
 
-    def _land(self) -> None:
+    def _await_gradients(self, of: Callable[[BucketUpdate], bool]) -> None:
         for update in self.updates:
-            if update.state is UpdateState.REDUCING:
+            if update.state is UpdateState.REDUCING and of(update):
                 update.await_gradient()
+
+    def _land(self) -> None:
+        self._await_gradients(lambda _: True)
         self._apply_all()
 
     def _apply_all(self) -> None:
@@ -624,12 +613,10 @@ class MergedStep(PlainStep):
         else:  # the weight is zero also for non-finite gradients
             torch._foreach_zero_(together)
         for buffers in [together] if self._merges else [[each] for each in together]:
-            arrived = self._record(buffers)
+            start = self.fit.record.clock()
             work = self._group.allreduce(buffers) if len(buffers) == 1 else self._group.allreduce_coalesced(buffers)
+            self._record(work, buffers, start)
             self._works.append(work)
-            if arrived is not None:
-                with suppress(RuntimeError):  # a backend without futures still works
-                    work.get_future().add_done_callback(arrived)
 
     def _await_weight(self) -> float:
         """Return this rank's weight; the first message waits until all ranks have begun the batch."""
@@ -642,35 +629,29 @@ class MergedStep(PlainStep):
                 fit.record.waited("samples of all ranks", WAIT, start, step=self.number)
         return fit.weight.factor
 
-    def _record(self, buffers: Sequence[torch.Tensor]) -> Callable[[torch.futures.Future[object]], None] | None:
-        """Count a message that begins, as the core does not see it.
+    def _record(self, work: dist.Work, buffers: Sequence[torch.Tensor], start: float) -> None:
+        """Count a message that has begun, as the core does not see it.
 
-        On a GPU a message begins and ends on the timeline when the device reaches it.
-
-        Returns:
-            What to call with its future when it has arrived, on any thread, if there is a timeline.
+        On a GPU it begins and ends on the timeline when the device reaches it.
         """
         record = self.fit.record
         nbytes = self.fit.wire.route.wire_share * sum(buffer.nbytes for buffer in buffers)
         record.statistics.bytes_sent += nbytes
         record.statistics.bytes_uncompressed += nbytes
         if record.timeline is None:
-            return None
-        clock, number, timeline = record.clock, len(self._works), record.timeline
+            return
+        clock, number, began = record.clock, len(self._works), [start]
         args = {"bytes": nbytes, "step": self.number, "task": number, "partition": 0, "buckets": len(buffers)}
-        began = [clock()]
+        span = partial(record.timeline.span, f"all-reduce {number}", COMMUNICATION, lane="COMMUNICATION", args=args)
         self._when_reached(lambda: began.append(clock()))
-
-        def end() -> None:
-            lane = "COMMUNICATION"
-            timeline.span(f"all-reduce {number}", COMMUNICATION, began[-1], clock(), lane=lane, args=args)
 
         def arrived(future: torch.futures.Future[object]) -> None:
             with suppress(Exception):  # the waiting code gets the error
                 future.value()
-                self._when_reached(end)
+                self._when_reached(lambda: span(began[-1], clock()))
 
-        return arrived
+        with suppress(RuntimeError):  # a backend without futures still works
+            work.get_future().add_done_callback(arrived)
 
     def _when_reached(self, then: Callable[[], None]) -> None:
         """Call ``then`` when the current stream has finished its work so far; at once on a CPU."""

@@ -6,7 +6,7 @@ The strategy calls the fit at each point of a step, and whenever weights have to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from lightning_bytescheduler.ddp.decided_fit import (
     precision_reasons,
     trained,
 )
-from lightning_bytescheduler.ddp.deferred_optimizer import deferring, loss_scale_of
+from lightning_bytescheduler.ddp.deferred_optimizer import loss_scale_of
 from lightning_bytescheduler.ddp.fit_report import codec_cost, summary_of
 from lightning_bytescheduler.ddp.wire import Wire
 from lightning_bytescheduler.exceptions import UnsupportedError
@@ -184,10 +184,6 @@ class TrainerFit(DecidedFit):
             self._epoch_begins = False
             self._find_unaveraged()
         return output
-
-    def deferring(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """See :class:`DecidedFit`; also hands over clipping."""
-        return deferring(optimizer, self, self._strategy.precision_plugin)
 
 
 def _codec(

@@ -122,7 +122,9 @@ def agree_on_sizes(
         bucket = max(least, min(count * width // 64, _DDPS_BUCKET_BYTES))
         sizes = SchedulerSizes(partition_size=min(partition, credit), credit=credit, bucket_bytes=bucket)
     else:
-        link, far = _near_or_far(probe_link(groups.data, device, largest=largest), groups.world_size, goes_straight)
+        link = probe_link(groups.data, device, largest=largest)
+        if goes_straight and link.alpha > _FAR_S:  # two messages instead of a ring
+            link, far = LinkEstimate(alpha=link.alpha / (groups.world_size - 1), beta=link.beta), True
         travels = max(round(width / ratio), 1)  # bytes per parameter
         sizes = default_sizes(
             parameters=count,
@@ -151,13 +153,6 @@ def agree_on_sizes(
 def _chooses(options: SchedulerOptions) -> bool:
     """Whether the start-up time still decides something when both sizes are given."""
     return options.mode == "auto"
-
-
-def _near_or_far(link: LinkEstimate, world_size: int, goes_straight: bool) -> tuple[LinkEstimate, bool]:
-    """Return the link as gradients see it, and whether they go straight over it: two messages instead of a ring."""
-    if not goes_straight or link.alpha <= _FAR_S:
-        return link, False
-    return LinkEstimate(alpha=link.alpha / (world_size - 1), beta=link.beta), True
 
 
 _TIMEOUT = timedelta(minutes=30)
@@ -326,11 +321,6 @@ class Wire:
         self._order.start(self.core.update_order)
         self._routing = self.route.routing = self._ordered(device)
         self._turns = InterpreterTurns()
-
-    @property
-    def architecture(self) -> str:
-        """Who averages gradients."""
-        return "allreduce" if self.servers is None else "ps"
 
     def _chosen_route(self, device: torch.device) -> AllReduce:
         """Choose how the parts of this fit's gradients travel."""
