@@ -352,17 +352,7 @@ class LowRankBucket:
             0, dtype=torch.float32, device="cpu"
         )  # in host memory, once they are encoded
         self._lock = threading.Lock()
-        self._missing = self.right_size  # elements of the right task that have not arrived
-
-    @property
-    def left_size(self) -> int:
-        """Elements of the left task."""
-        return len(self._lefts) + sum(map(len, self._rest))
-
-    @property
-    def right_size(self) -> int:
-        """Elements of the right task."""
-        return len(self._rights)
+        self._missing = len(self._rights)  # elements of the right task that have not arrived
 
     def reduce(self, reduction: Reduction, bucket: GradientBucket, **_: Any) -> CommTask:
         """See ``EncodedBucket``; it has no shards."""
@@ -380,8 +370,9 @@ class LowRankBucket:
                 bucket, size, partial(launch, start), name=name, phase=phase, wire_bytes=half / size, **more
             )
 
-        left = enqueue(" left", Phase.LEFT, self.left_size, self.left, on_end=ended)
-        right = enqueue(" right", Phase.RIGHT, self.right_size, self.right)
+        beside = sum(map(len, self._rest))
+        left = enqueue(" left", Phase.LEFT, len(self._lefts) + beside, self.left, on_end=ended)
+        right = enqueue(" right", Phase.RIGHT, len(self._rights), self.right)
         reduction.notify_ready(left, ready)
         return right
 

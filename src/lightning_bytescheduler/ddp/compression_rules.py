@@ -224,10 +224,8 @@ def _name(codec: Codec | None) -> str:
 def _codec(option: str, value: Any) -> Codec | None:
     if value is None or value == "none":
         return None
-    return value if isinstance(value, (Compressor, PowerSGD)) else _made(option, value)
-
-
-def _made(option: str, value: Any) -> Codec:
+    if isinstance(value, (Compressor, PowerSGD)):
+        return value
     if not isinstance(value, str):
         raise OptionError(option, value, "None, the name of a compressor such as 'int8', or a Compressor")
     if value in _TO_NEAREST:  # with residuals, rounding to nearest leaves out less than random rounding

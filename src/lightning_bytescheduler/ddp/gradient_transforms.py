@@ -49,7 +49,6 @@ class ClipNorm:
         self._max_norm = float(max_norm)
         self._kind = kind
         self._norm = norm
-        self._on_device: torch.Tensor | None = None
 
     @cached_property
     def coefficient(self) -> torch.Tensor:
@@ -58,13 +57,9 @@ class ClipNorm:
 
     def __call__(self, gradients: Sequence[torch.Tensor]) -> None:
         """Transform ``gradients`` in place."""
-        if self.coefficient.item() == 1.0:
-            return
-        for gradient in gradients:
-            if self._on_device is None or self._on_device.device != gradient.device:
-                # The host does not wait; unpinned memory is copied before this returns.
-                self._on_device = self.coefficient.to(gradient.device, non_blocking=True)
-            gradient.mul_(self._on_device)
+        if self.coefficient.item() != 1.0:
+            for gradient in gradients:
+                gradient.mul_(self.coefficient)  # a GPU takes a number in host memory with the operation
 
 
 class Transforms:
