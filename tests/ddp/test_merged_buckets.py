@@ -173,7 +173,8 @@ def test_on_a_cpu_the_host_waits_for_all() -> None:
 
 def test_a_failure_elsewhere_wakes_the_last_hook() -> None:
     group: Any = Group()
-    merged = merged_on(group, CPU, limit=0)
+    failures: list[BaseException] = []
+    merged = merged_on(group, CPU, limit=0, failure=lambda: next(iter(failures), None))
     raised: list[BaseException] = []
 
     def hook() -> None:
@@ -187,7 +188,7 @@ def test_a_failure_elsewhere_wakes_the_last_hook() -> None:
     waiting.start()
     until(lambda: bool(group.sent))
     assert group.sent[0][1].waited_for.wait(WAIT)
-    merged.fail(RankFailedError(1, "boom"))
+    failures.append(RankFailedError(1, "boom"))
     waiting.join(WAIT)
     assert len(raised) == 1
     with pytest.raises(RankFailedError, match="boom"):

@@ -141,7 +141,7 @@ def test_a_bucket_is_stepped_as_the_type_was_when_it_was_due(step: OverlappedSte
     update = arrived(step, parameter)
     update.close_gate()
     step.take(optimizer, optimizer.step)
-    assert isinstance(update.due, DueStep)
+    assert isinstance(step.due, DueStep)
     torch.set_default_dtype(torch.float64)
     try:
         step.flush()
@@ -169,19 +169,19 @@ def test_a_flush_in_the_middle_of_an_update_leaves_that_to_be_finished(
     step: OverlappedStep, parameter: nn.Parameter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a signal's handler, on the same thread."""
-    update = due(step, parameter)
+    due(step, parameter)
     monkeypatch.setattr(step.transforms, "apply", lambda bucket: step.flush())
     step.open_all("a test")
     assert parameter.tolist() == [0.0, 0.0, 0.0]
     step.flush()
-    assert update.due is None
+    assert step.due is None
 
 
 def test_a_fork_in_the_middle_of_an_update_leaves_that_to_be_finished(
     step: OverlappedStep, parameter: nn.Parameter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a signal's handler, between what says that it is under way and what it is."""
-    update = due(step, parameter)
+    due(step, parameter)
     own = BucketUpdate.update
 
     def interrupted(update: BucketUpdate) -> None:
@@ -191,15 +191,15 @@ def test_a_fork_in_the_middle_of_an_update_leaves_that_to_be_finished(
     monkeypatch.setattr(BucketUpdate, "update", interrupted)
     step.flush()
     assert parameter.tolist() == [0.0, 0.0, 0.0]
-    assert update.due is None
+    assert step.due is None
 
 
 def test_nothing_leads_to_a_step_that_is_finished(step: OverlappedStep, parameter: nn.Parameter) -> None:
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    update = arrived(step, parameter)
+    arrived(step, parameter)
     step.take(optimizer, optimizer.step)
     assert step.is_pending
     step.finish()
     assert not step.is_pending
-    assert update.due is None
+    assert step.due is None
     assert step.tasks_in_flight() == []

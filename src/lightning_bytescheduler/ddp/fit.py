@@ -482,8 +482,7 @@ class Fit:
             while self.progress.handed_over < step and time.monotonic() < deadline and self._process is not None:
                 time.sleep(_LOOK_S)
             self._await_arrival(deadline, step)
-        self.wire.core.abort(fault)
-        self._fail_past_core(fault)
+        self._abort(fault)
 
     def own_failure(self) -> BaseException | None:
         """Return what has stopped the scheduler, from any thread."""
@@ -501,11 +500,11 @@ class Fit:
                     task.wait(max(0.0, deadline - time.monotonic()))
 
     def _counts_failed(self, error: BaseException) -> None:
-        self._fail_past_core(self.wire.on_error(error))
+        self._abort(self.wire.on_error(error))
 
-    def _fail_past_core(self, error: BaseException) -> None:
-        """End with ``error`` a backward pass that waits for communication outside the scheduler's core."""
-        self.step.fail(error)
+    def _abort(self, error: BaseException) -> None:
+        """End all communication; merged messages, which bypass the core, look at its cause."""
+        self.wire.core.abort(error)
         if self.wire.route.routing is not None:
             self.wire.route.routing.call_off()
 
@@ -517,8 +516,7 @@ class Fit:
         Updates whose gradients have arrived are applied first.
         """
         self._await_arrival(time.monotonic() + _LANDING_S)
-        self.wire.core.abort(error)
-        self._fail_past_core(error)
+        self._abort(error)
         self.stop(failed=True)
         try:
             applied, lost = self.land_what_arrived()
@@ -613,9 +611,6 @@ class TrainingStep:
 
     def end_backward(self) -> None:
         """End the backward pass: handle gradients that could be read without a touch."""
-
-    def fail(self, error: BaseException) -> None:
-        """End with ``error`` a backward pass that waits outside the scheduler's core; for any thread."""
 
     @property
     def under_way(self) -> bool:

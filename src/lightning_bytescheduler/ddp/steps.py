@@ -107,7 +107,7 @@ class UpdateState(enum.Enum):
 class BucketUpdate:
     """One bucket's gradients in flight, the update that follows, and the gate on its parameters."""
 
-    __slots__ = ("bucket", "chosen", "due", "state", "step", "task", "touched_by")
+    __slots__ = ("bucket", "chosen", "state", "step", "task", "touched_by")
 
     def __init__(self, step: OverlappedStep, bucket: GradientBucket, task: CommTask) -> None:
         self.step = step
@@ -115,7 +115,6 @@ class BucketUpdate:
         self.task = task
         self.state = UpdateState.REDUCING
         self.chosen: list[ParameterGradient] = []
-        self.due: DueStep | None = None
         self.touched_by: nn.Parameter | None = None
 
     @property
@@ -210,7 +209,7 @@ class BucketUpdate:
 
     def update(self) -> None:
         """Take the optimizer's step for this bucket, which has arrived."""
-        due = self.due
+        due = self.step.due
         if not self.chosen or due is None:
             return
         fit, transforms = self.step.fit, self.step.transforms
@@ -250,8 +249,7 @@ class OverlappedStep(TrainingStep):
         self._buckets: list[GradientBucket] = []
         self._reduction = fit.reduction(number, overlaps=True)
         self.transforms: StepTransforms = StepTransforms(self._reduction, self._buckets, fit.wait, lambda: fit.lock)
-        self._optimizer: Optimizer | None = None
-        self._due: DueStep | None = None
+        self.due: DueStep | None = None  # until all its updates are applied
 
     # ------------------------------------------------------------------ the backward pass
 
@@ -314,7 +312,7 @@ class OverlappedStep(TrainingStep):
         statistics = self.fit.record.statistics
         statistics.steps += 1
         update_of = {id(p): update for update in deferrable for p in update.bucket.parameters}
-        due = self._due = DueStep(optimizer)
+        due = self.due = DueStep(optimizer)
         now = []
         with torch._C.DisableTorchFunctionSubclass():  # reads p.grad without opening gates
             for index, group in enumerate(optimizer.param_groups):
@@ -328,11 +326,9 @@ class OverlappedStep(TrainingStep):
                     else:
                         now.append((index, parameter, gradient))
         for update in deferrable:
-            update.due = due
             update.state = UpdateState.DUE
             statistics.deferred_updates += len(update.chosen)
             statistics.updates += len(update.chosen)
-        self._optimizer = optimizer
         close_state(optimizer, self.flush)
         statistics.overlapped_steps += 1
         if now:
@@ -424,9 +420,7 @@ class OverlappedStep(TrainingStep):
                 update.open_gate()
                 update.state = UpdateState.DONE
             self.updates = []
-            self._due = None
-            if self._optimizer is not None:
-                open_state(self._optimizer)
+            self._open_state()
 
     def _await_gradients(self, of: Callable[[BucketUpdate], bool]) -> None:
         for update in self.updates:
@@ -441,13 +435,14 @@ class OverlappedStep(TrainingStep):
         for update in self.updates:
             if update.state in (UpdateState.DUE, UpdateState.STEPPED):
                 update.apply()
-        if self._due is not None:
-            self._due.complete()
-            self._due = None
-            for update in self.updates:
-                update.due = None  # it holds the optimizer's state, and ``state_is_kept`` counts references
-        if self._optimizer is not None:
-            open_state(self._optimizer)
+        if self.due is not None:
+            self.due.complete()
+        self._open_state()
+
+    def _open_state(self) -> None:
+        due, self.due = self.due, None  # it holds the optimizer's state, and ``state_is_kept`` counts references
+        if due is not None:
+            open_state(due.optimizer)
 
 
 def _why_whole(optimizer: Optimizer, own_step: Callable[[], Any]) -> str | None:
@@ -559,14 +554,13 @@ class MergedStep(PlainStep):
         self._waiting: list[torch.Tensor] = []
         self._waiting_bytes = 0
         self._works: list[dist.Work] = []
-        self._error: BaseException | None = None
         self._limit = min(limit, _FIRST_BYTES)
         self._next_limit = limit
 
     def _send(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> None:
         """See :class:`PlainStep`."""
-        if self._error is not None:
-            raise self._error
+        if (cause := self.fit.own_failure()) is not None:
+            raise cause
         if self._waiting and self._waiting[0].dtype != buffer.dtype:
             self._send_waiting()
         self._waiting.append(buffer)
@@ -584,7 +578,7 @@ class MergedStep(PlainStep):
             if self._streams_wait:
                 work.wait()  # the current stream waits, and the host does not
             else:
-                wait_unless(work, self._cause, look_every=_LOOK_EVERY)
+                wait_unless(work, self.fit.own_failure, look_every=_LOOK_EVERY)
         if self._streams_wait:
             return math.inf
         waited = time.perf_counter() - start
@@ -593,17 +587,10 @@ class MergedStep(PlainStep):
             waited -= (time.process_time() - busy) / self._processors
         return max(waited, 0.0)
 
-    def _cause(self) -> BaseException | None:
-        return self._error or self.fit.own_failure()
-
     @property
     def under_way(self) -> bool:
         """See :class:`TrainingStep`."""
         return not all(work.is_completed() for work in self._works)
-
-    def fail(self, error: BaseException) -> None:
-        """See :class:`TrainingStep`."""
-        self._error = error
 
     def _send_waiting(self) -> None:
         together, self._waiting, self._waiting_bytes = self._waiting, [], 0
@@ -624,7 +611,7 @@ class MergedStep(PlainStep):
         if fit.weights.by_samples and not self._works:
             start = fit.record.clock()
             with waiting("all_gather", begins_batch=True):
-                fit.weight.wait(self._cause)
+                fit.weight.wait(fit.own_failure)
             if not self.waits_from:  # the wait at the end is counted as a whole
                 fit.record.waited("samples of all ranks", WAIT, start, step=self.number)
         return fit.weight.factor
