@@ -17,11 +17,10 @@ class Told:
     """Takes what the user is told."""
 
     def __init__(self) -> None:
-        self.stale: list[nn.Parameter] = []
-        self.doubtful: list[nn.Parameter] = []
+        self.late: list[nn.Parameter] = []
 
-    def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
-        (self.stale if certain else self.doubtful).extend(parameters)
+    def read_unseen(self, parameters: list[nn.Parameter], step: int) -> None:
+        self.late.extend(parameters)
 
 
 @pytest.fixture
@@ -40,9 +39,9 @@ def reads_of(pair: Pair, *, step: int) -> Reads:
     return reads
 
 
-def end_forward(reads: Reads, late: Iterable[nn.Parameter] = ()) -> None:
+def end_forward(reads: Reads, untouched: Iterable[nn.Parameter] = ()) -> None:
     reads.end_observing()
-    reads.end_forward(late, [])
+    reads.end_forward(untouched)
 
 
 def backward(reads: Reads, *used: nn.Parameter) -> Told:
@@ -63,12 +62,10 @@ def test_a_gradient_of_an_untouched_parameter_gives_the_read_away(pair: Pair) ->
     reads = reads_of(pair, step=2)
     end_forward(reads, [used, unused])
     told = backward(reads, used)
-    assert same(told.stale, [used])
-    assert not told.doubtful
+    assert same(told.late, [used])
     assert reads.unseen == {id(used)}
     told = backward(reads, used, unused)
-    assert not told.stale
-    assert not told.doubtful
+    assert not told.late
 
 
 def test_a_gradient_that_other_ranks_contributed_is_no_read(pair: Pair) -> None:
@@ -91,8 +88,7 @@ def test_neighbours_are_told_apart_now_and_then(pair: Pair, step: int) -> None:
     end_forward(reads)
     assert not is_armed(raw)
     told = backward(reads, touched, raw)
-    assert not told.stale
-    assert same(told.doubtful, [raw])
+    assert same(told.late, [raw])
 
 
 def test_neighbours_that_are_touched_are_no_news(pair: Pair) -> None:
@@ -102,8 +98,7 @@ def test_neighbours_that_are_touched_are_no_news(pair: Pair) -> None:
     assert not is_armed(pair[1])
     end_forward(reads)
     told = backward(reads, *pair)
-    assert not told.stale
-    assert not told.doubtful
+    assert not told.late
 
 
 def test_in_other_passes_nothing_is_left_on_them(pair: Pair) -> None:

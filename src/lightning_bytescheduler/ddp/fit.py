@@ -425,7 +425,7 @@ class Fit:
         number = self.step.number + 1
         self.own_gradients.end_forward()
         self.reads.end_observing()
-        self.reads.end_forward(*self.step.end_forward())
+        self.reads.end_forward(self.step.end_forward())
         self.progress.phase = f"after training_step, step {number}"
         self.record.span("forward", COMPUTE, self.reads.forward.start, step=number)
 
@@ -647,13 +647,9 @@ class TrainingStep:
     def before_fork(self) -> None:
         """Leave nothing that a forked child would wait for; under the lock."""
 
-    def end_forward(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """End a forward pass: apply updates that it did not touch.
-
-        Returns:
-            Untouched parameters: those whose update was pending until now, and those updated earlier.
-        """
-        return [], []
+    def end_forward(self) -> list[nn.Parameter]:
+        """End a forward pass: apply updates that it did not touch, and return their parameters."""
+        return []
 
     def tasks_in_flight(self) -> list[CommTask]:
         """Return the tasks of updates that are pending, whether the step was requested or not; for any thread."""

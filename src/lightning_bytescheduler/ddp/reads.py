@@ -164,21 +164,20 @@ class SeenReads:
             hook = getattr(self._module, "_current_fx_name", None) or "code"  # set by Lightning
             self.waited(f"{hook} looks at weights or gradients between steps (looking less often keeps the overlap)")
 
-    def read_unseen(self, parameters: list[nn.Parameter], step: int, certain: bool) -> None:
-        """Report that ``parameters`` were read past their gates in ``step``, certainly or possibly before the update.
+    def read_unseen(self, parameters: list[nn.Parameter], step: int) -> None:
+        """Report that ``parameters`` were read past their gates in ``step``, maybe before the update.
 
         Warns on rank 0, logs an error on the others.
         """
         names = {id(p): name for name, p in self._module.named_parameters()}
         found = [names[id(p)] for p in parameters]
         self.unseen.update(dict.fromkeys(found, step))
-        had = "had" if certain else "may have had"
         message = (
             f"bytescheduler: in step {step} {some_of(found)} {'was' if len(found) == 1 else 'were'} read by code that "
             "takes a weight's memory past PyTorch's functions, for the first time after the first step: it "
-            f"{had} the weights of the step before, and this training is not DDP's to the last bit. From here on "
-            "their updates are waited for. To avoid it, hand such code weight.detach(), use it from the first step "
-            "on, or train with cross_barrier=False."
+            "may have had the weights of the step before, and then this training is not DDP's to the last bit. From "
+            "here on their updates are waited for. To avoid it, hand such code weight.detach(), use it from the first "
+            "step on, or train with cross_barrier=False."
         )
         if self._rank == 0:
             rank_zero_warn(message)
@@ -243,8 +242,7 @@ class Reads:
         self._untouched: list[nn.Parameter] = []  # in it, until its backward pass has been observed too
         self._apart = False  # whether this pass tells a bucket's parameters apart
         self._watched: dict[int, nn.Parameter] = {}  # with a gate that only records
-        self._stale: dict[int, nn.Parameter] = {}  # not touched, and stepped only when the forward pass ended
-        self._doubtful: dict[int, nn.Parameter] = {}  # not touched, but in a bucket that was opened
+        self._late: dict[int, nn.Parameter] = {}  # not touched in a pass that began with their updates pending
         self._with_gradient: set[int] = set()
         self._handles: list[Any] = []
 
@@ -332,12 +330,11 @@ class Reads:
         if self._observing:
             self._observing = False
             self._untouched, left = list(left.values()), {}
-        self._doubtful = left
+        self._late = left
 
-    def end_forward(self, late: Iterable[nn.Parameter], untouched: Iterable[nn.Parameter]) -> None:
-        """End a forward pass; it touched neither ``late``, which are stepped only now, nor ``untouched``."""
-        self._doubtful.update((id(p), p) for p in untouched)
-        self._stale = {id(p): p for p in late}
+    def end_forward(self, untouched: Iterable[nn.Parameter]) -> None:
+        """End a forward pass, which did not touch these parameters whose updates were pending."""
+        self._late.update((id(p), p) for p in untouched)
         self.forward.under_way = False
 
     def waits_early(self) -> bool:
@@ -352,9 +349,9 @@ class Reads:
     def before_backward(self) -> None:
         """Record which parameters get a gradient in this process; DDP also fills in those of other ranks."""
         self._forget_hooks()
-        for parameter in (*self._stale.values(), *self._doubtful.values()):
+        for key, parameter in self._late.items():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(self._noting(id(parameter))))
+                self._handles.append(parameter.register_hook(self._noting(key)))
 
     def _noting(self, key: int) -> Callable[[Any], None]:
         return lambda _: self._with_gradient.add(key)
@@ -367,22 +364,15 @@ class Reads:
         """
         self.unseen |= {id(p) for p in self._untouched if p.grad is not None} | self._compiled
         self._untouched, self._compiled = [], set()
-        for certain, parameters in self._read_late():
-            self.unseen.update(map(id, parameters))
-            self.seen.read_unseen(parameters, step, certain)
-
-    def _read_late(self) -> list[tuple[bool, list[nn.Parameter]]]:
-        """Return the parameters that were read unseen: those certainly read before the update, and those possibly."""
-        found = [
-            (certain, [p for key, p in among.items() if key in self._with_gradient])
-            for certain, among in ((True, self._stale), (False, self._doubtful))
-        ]
+        late = [parameter for key, parameter in self._late.items() if key in self._with_gradient]
         self._forget()
-        return [(certain, parameters) for certain, parameters in found if parameters]
+        if late:
+            self.unseen.update(map(id, late))
+            self.seen.read_unseen(late, step)
 
     def _forget(self) -> None:
         self._let_go()
-        self._stale, self._doubtful = {}, {}
+        self._late = {}
         self._forget_hooks()
 
     def _forget_hooks(self) -> None:

@@ -383,15 +383,12 @@ class OverlappedStep(TrainingStep):
         if self.transforms.complete and not any(update.state is UpdateState.OPENING for update in self.updates):
             self._land()
 
-    def end_forward(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    def end_forward(self) -> list[nn.Parameter]:
         """See :class:`TrainingStep`."""
-        late, untouched = (
-            [p for update in self.updates if update.state is state for p in update.bucket.parameters]
-            for state in (UpdateState.DUE, UpdateState.STEPPED)
-        )
+        untouched = [u for u in self.updates if u.state in (UpdateState.DUE, UpdateState.STEPPED)]
         with self.fit.lock:
             self._apply_all()
-        return late, untouched
+        return [parameter for update in untouched for parameter in update.bucket.parameters]
 
     def tasks_in_flight(self) -> list[CommTask]:
         """See :class:`TrainingStep`."""
