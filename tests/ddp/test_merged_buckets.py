@@ -75,6 +75,7 @@ def merged_on(group: Any, device: torch.device, *, limit: int, **more: Any) -> M
         own_failure=more.get("failure", lambda: None),
         record=more.get("record", Record()),
         reduction=lambda number, overlaps: None,
+        static_graph=False,
         weight=more.get("weight", StepWeight(2)),
         weights=SimpleNamespace(by_samples="weight" in more),
         wire=SimpleNamespace(route=SimpleNamespace(group=group, streams=None, wire_share=1.0)),

@@ -61,6 +61,7 @@ class Steps:
             own_failure=lambda: None,
             record=Record(self.timeline, clock=lambda: self.now),
             reduction=lambda number, overlaps: None,
+            static_graph=False,
             weight=StepWeight(4),
             weights=SimpleNamespace(by_samples=False),
             wire=SimpleNamespace(route=route),

@@ -612,12 +612,11 @@ class DecidedFit(Fit):
 
     def make_step(self, number: int, *, as_ddp: bool) -> TrainingStep:
         """See :class:`Fit`."""
-        exposed = self.mode.add_exposed if as_ddp else None
         if as_ddp and self.merges:
-            return MergedStep(self, number, exposed, limit=self._merged_bytes, processors=self._processors)
+            return MergedStep(self, number, limit=self._merged_bytes, processors=self._processors)
         if number > 1 and self.overlapped and not as_ddp:
             return OverlappedStep(self, number)
-        return PlainStep(self, number, exposed, each=self.static_graph and number == 1)
+        return PlainStep(self, number)
 
     def begin_steps(self, module: nn.Module, reasons: Iterable[str], *, norm_needed_by: tuple[str, ...] = ()) -> None:
         """Decide with the other ranks what overlaps, set up the steps, and report it.

@@ -457,19 +457,11 @@ _LOOK_EVERY = timedelta(milliseconds=200)
 
 
 class PlainStep(TrainingStep):
-    """A plain step whose buckets the scheduler sends; see the module.
+    """A plain step whose buckets the scheduler sends; see the module."""
 
-    Args:
-        on_exposed: Called with the seconds for which training waited idle at the end; may be ``None``.
-        each: Wait in the hook of each bucket, as DDP does not say which one is the last.
-    """
-
-    def __init__(
-        self, fit: Fit, number: int, on_exposed: Callable[[float], None] | None = None, *, each: bool = False
-    ) -> None:
+    def __init__(self, fit: Fit, number: int) -> None:
         super().__init__(fit, number)
-        self._each = each
-        self._on_exposed = on_exposed
+        self._each = fit.static_graph and number == 1  # DDP does not say which bucket is the last
         self._reduction = fit.reduction(number, overlaps=False)
         self._tasks: list[CommTask] = []
 
@@ -480,8 +472,8 @@ class PlainStep(TrainingStep):
         if bucket.is_last() or self._each:
             self.waits_from = self.waits_from or self.fit.record.clock()
             exposed = self._await_all()
-            if self._on_exposed is not None:
-                self._on_exposed(exposed)
+            if self.number > 1:
+                self.fit.mode.add_exposed(exposed)
         return self.fit.futures.completed(bucket.index(), buffer)
 
     def _send(self, bucket: dist.GradBucket, buffer: torch.Tensor) -> None:
@@ -530,16 +522,8 @@ class MergedStep(PlainStep):
 
     kind = "as DDP's"
 
-    def __init__(
-        self,
-        fit: Fit,
-        number: int,
-        on_exposed: Callable[[float], None] | None = None,
-        *,
-        limit: int = _BYTES,
-        processors: int = 1,
-    ) -> None:
-        super().__init__(fit, number, on_exposed)
+    def __init__(self, fit: Fit, number: int, *, limit: int = _BYTES, processors: int = 1) -> None:
+        super().__init__(fit, number)
         wire, device = fit.wire, fit.device
         if wire.route.streams is not None:
             wire.core.drain(wire.timeout)  # NCCL runs in launch order, and this thread launches next
