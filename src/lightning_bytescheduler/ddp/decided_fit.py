@@ -306,7 +306,6 @@ class FitTuning:
         self._options = options
         self._timeout = timeout
         self._own: CreditTuner | None = None  # its knowledge outlives a fit
-        self._pacing: CreditTuner | None = None  # where no size is searched: writes no record
         self._tuner: CreditTuner | None = None  # the user's or this one, among the callbacks during a fit
         self._deciding: CreditTuner | None = None  # on rank 0, during a fit
         self._in_force: PointInForce | None = None
@@ -336,19 +335,16 @@ class FitTuning:
         if not self._tunes:
             self.say_untuned("there is no size to find (mode='auto' without credit=, tuning='credit' or 'both')")
         mode, trainer = self._options.mode, getattr(module, "_trainer", None)
-        folder = None if trainer is None or not self._tunes else _record_folder(trainer)
         left = -1 if trainer is None or trainer.max_steps < 0 else trainer.max_steps - trainer.global_step
         tunes = self._tunes and self._tuner is not None and not (self._tuner is self._own and 0 <= left < SHORTEST_FIT)
+        folder = None if trainer is None or not self._tunes else _record_folder(trainer)
         decides = mode == "auto" or tunes
         first = PLAIN_DDP
         if decides and dist.get_rank() == 0:
             asked = tunes and (self._tuner is not self._own or self._options.tunes_partition)
-            self._deciding = self._tuner if tunes else None
-            if self._deciding is None:
-                self._deciding = self._pacing = self._pacing or CreditTuner()
-                folder = None
+            self._deciding = self._tuner if tunes and self._tuner is not None else CreditTuner()
             problem = self._problem(module, fit, tunes=tunes)
-            as_ddp = mode == "auto" and not slow and not asked
+            as_ddp, folder = mode == "auto" and not slow and not asked, folder if tunes else None
             first = self._deciding.begin(**problem, plain_ddp=mode == "auto", as_ddp=as_ddp, folder=folder)
         message = torch.tensor([MODES.index(mode), decides, slow, *first], dtype=torch.int64, device=fit.device)
         dist.broadcast(message, src=0)
