@@ -69,13 +69,7 @@ from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 from lightning_bytescheduler.timeline.timeline import CODEC
 
-__all__ = [
-    "CompressedBucket",
-    "GradientCompression",
-    "LowRankBucket",
-    "Piece",
-    "has_no_gradient",
-]
+__all__ = ["CompressedBucket", "GradientCompression", "LowRankBucket", "Piece", "has_no_gradient"]
 
 _ALIGNED = 8  # bytes, so that a body can be read as numbers
 

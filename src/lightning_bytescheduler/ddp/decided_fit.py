@@ -41,12 +41,7 @@ from lightning_bytescheduler.collectives.groups import SchedulerGroups
 from lightning_bytescheduler.collectives.number_exchange import AgreedValues
 from lightning_bytescheduler.ddp.compiled_calls import compiled_calls_are_seen
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
-from lightning_bytescheduler.ddp.deferred_optimizer import (
-    deferring,
-    followed_by,
-    wants_whole_steps,
-    whole_steps_for,
-)
+from lightning_bytescheduler.ddp.deferred_optimizer import deferring, followed_by, wants_whole_steps, whole_steps_for
 from lightning_bytescheduler.ddp.fit import Fit, StepMode, TrainingStep
 from lightning_bytescheduler.ddp.fit_report import OverlapPlan, Record, milliseconds
 from lightning_bytescheduler.ddp.gates import can_be_gated

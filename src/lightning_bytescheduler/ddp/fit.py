@@ -55,11 +55,7 @@ from lightning_bytescheduler.ddp.gradient_transforms import Transforms
 from lightning_bytescheduler.ddp.own_gradients import OwnGradients
 from lightning_bytescheduler.ddp.reads import ForwardPass, Reads
 from lightning_bytescheduler.ddp.reduction import Reduction, ShardedReduction, Uncompressed
-from lightning_bytescheduler.ddp.sample_weights import (
-    DeviceTime,
-    SampleCounter,
-    SampleWeights,
-)
+from lightning_bytescheduler.ddp.sample_weights import DeviceTime, SampleCounter, SampleWeights
 from lightning_bytescheduler.ddp.wire import STOP_S, Wire
 from lightning_bytescheduler.exceptions import RankFailedError, SchedulerClosedError
 from lightning_bytescheduler.scheduler.task import CommTask

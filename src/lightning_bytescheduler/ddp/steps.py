@@ -81,14 +81,7 @@ from lightning_bytescheduler.scheduler.task import CommTask
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, STEP, WAIT
 from lightning_bytescheduler.tuning.sizes import LinkEstimate
 
-__all__ = [
-    "BucketUpdate",
-    "MergedStep",
-    "OverlappedStep",
-    "PlainStep",
-    "UpdateState",
-    "merged_bytes",
-]
+__all__ = ["BucketUpdate", "MergedStep", "OverlappedStep", "PlainStep", "UpdateState", "merged_bytes"]
 
 _KEPT = "other code keeps gradients or their memory (keeping clones keeps the overlap)"
 

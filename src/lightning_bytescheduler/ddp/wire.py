@@ -210,11 +210,7 @@ class ServerOptions:
     @property
     def facts(self) -> dict[str, object]:
         """The facts that have to be the same on all ranks."""
-        return {
-            "servers": self.spare,
-            "placement": self.placement,
-            "group": self.group,
-        }
+        return {"servers": self.spare, "placement": self.placement, "group": self.group}
 
     def join(
         self,
