@@ -342,9 +342,8 @@ class LowRankBucket:
         self._lefts = torch.empty(sum(rows), dtype=torch.float32, device=buffer.device)
         self._rights = torch.empty(sum(columns), dtype=torch.float32, device=buffer.device)
         self._factors = list(zip(matrices, self._lefts.split(rows), self._rights.split(columns), strict=True))
-        self._sent_left = self._sent_right = torch.empty(
-            0, dtype=torch.float32, device="cpu"
-        )  # in host memory, once they are encoded
+        # In host memory, once they are encoded.
+        self._sent_left = self._sent_right = torch.empty(0, dtype=torch.float32, device="cpu")
         self._lock = threading.Lock()
         self._missing = len(self._rights)  # elements of the right task that have not arrived
 

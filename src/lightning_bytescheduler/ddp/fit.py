@@ -578,8 +578,6 @@ class TrainingStep:
 
     kind = "synchronised"
     """Name for the timeline."""
-    defers = False
-    """Whether its updates cross the step boundary."""
 
     def __init__(self, fit: Fit, number: int) -> None:
         self.fit = fit

@@ -106,9 +106,8 @@ class StepTransforms(Transforms):
         self._transforms: list[Callable[[Sequence[torch.Tensor]], None]] = []
         self._gradients: dict[int, list[torch.Tensor]] = {}  # by index of the bucket: the gradients to transform
         self._applied: dict[int, int] = {}  # by index of the bucket: the number of transforms applied
-        self._handed_out: dict[
-            int, tuple[GradientBucket, torch.Tensor | None]
-        ] = {}  # with its norm, if norms are known
+        # By index of the bucket, with its norm, if norms are known.
+        self._handed_out: dict[int, tuple[GradientBucket, torch.Tensor | None]] = {}
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float) -> bool:
         """See :class:`Transforms`."""

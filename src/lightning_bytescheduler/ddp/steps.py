@@ -234,7 +234,6 @@ class OverlappedStep(TrainingStep):
     """A step whose updates cross the step boundary; see the module."""
 
     kind = "overlapped"
-    defers = True
 
     def __init__(self, fit: Fit, number: int) -> None:
         super().__init__(fit, number)
