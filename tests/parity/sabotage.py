@@ -53,19 +53,15 @@ def no_gate_on(module: LightningModule, *, names: tuple[str, ...]) -> Iterator[N
     """Leave the named parameters, and whatever shares a bucket with them, without a gate."""
     parameters = dict(module.named_parameters())
     bare = {id(parameters[name]) for name in names}
-    close_gate, read_late = BucketUpdate.close_gate, Reads._read_late
-
-    def find_nothing(reads: Reads) -> list[Any]:
-        read_late(reads)
-        return []
+    close_gate = BucketUpdate.close_gate
 
     def close_most(update: BucketUpdate) -> None:
-        if not any(id(p) in bare for p in update.parameters):
+        if not any(id(p) in bare for p in update.bucket.parameters):
             close_gate(update)
 
     with (
         patch.object(BucketUpdate, "close_gate", close_most),
-        patch.object(Reads, "_read_late", find_nothing),  # else the first such read is the last
+        patch.object(Reads, "before_backward", lambda _: None),  # otherwise the first such read is the last
     ):
         yield
 
