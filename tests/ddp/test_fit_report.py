@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_bytescheduler import OverlapPlan
-from lightning_bytescheduler.ddp.decided_fit import first_pace, say_start
+from lightning_bytescheduler.ddp.decided_fit import DecidedFit, first_pace
 from lightning_bytescheduler.ddp.fit_report import SchedulerStatistics, codec_cost, summary_of
 from lightning_bytescheduler.ddp.wire import AgreedSizes
 from lightning_bytescheduler.scheduler.options import policy_of
@@ -22,6 +23,19 @@ AGREED = AgreedSizes(
     sizes=SchedulerSizes(partition_size=1000, credit=4000, bucket_bytes=4000),
     link=LinkEstimate(alpha=2e-4, beta=1e-8),
 )
+
+
+def say_start(
+    plan: OverlapPlan, agreed: AgreedSizes, *, world_size: int, nbytes: int, tuned: bool, policy: str = "bytescheduler"
+) -> None:
+    """Say how the steps of a fit begin that has these sizes and nothing else."""
+    fit: Any = SimpleNamespace(
+        wire=SimpleNamespace(agreed=agreed, groups=SimpleNamespace(world_size=world_size)),
+        _options=SimpleNamespace(
+            scheduler=SimpleNamespace(policy=policy_of(policy)), tuning=SimpleNamespace(tunes_now=tuned)
+        ),
+    )
+    DecidedFit.say_start(fit, plan, nbytes)
 
 
 @pytest.fixture
@@ -140,5 +154,5 @@ def test_one_rank_is_told_that_there_is_nothing_to_schedule() -> None:
 )
 def test_a_policy_is_said_in_words(lines: list[str], policy: str, words: str) -> None:
     overlapped = OverlapPlan(steps="overlapped", gradients="all-reduce")
-    say_start(overlapped, AGREED, world_size=2, nbytes=1, tuned=False, policy=policy_of(policy))
+    say_start(overlapped, AGREED, world_size=2, nbytes=1, tuned=False, policy=policy)
     assert words in lines[-1]

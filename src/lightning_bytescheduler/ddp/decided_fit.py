@@ -64,7 +64,7 @@ from lightning_bytescheduler.lightning_api import (
     rank_zero_warn,
 )
 from lightning_bytescheduler.scheduler.core import ByteCore
-from lightning_bytescheduler.scheduler.options import MODES, POLICIES, SchedulerOptions, SchedulingPolicy, policy_of
+from lightning_bytescheduler.scheduler.options import MODES, SchedulerOptions
 from lightning_bytescheduler.timeline.timeline import Timeline
 from lightning_bytescheduler.tuning.credit_tuner import CreditTuner
 from lightning_bytescheduler.tuning.record import TuningIdentity
@@ -75,7 +75,6 @@ _FAR = (
     "urgent parts overtake on separate connections. "
 )
 _TUNED = " How much travels at once is tuned while training."
-_BYTESCHEDULER = policy_of(POLICIES[0])
 _PLAIN_STEPS = [
     kind.optimizer_step for kind in (Precision, MixedPrecision, FabricPrecision, FabricMixedPrecision)
 ]  # these only run the closure and the optimizer's step
@@ -454,41 +453,6 @@ def announce(options: SchedulerOptions, agreed: AgreedSizes) -> None:
             logger.addHandler(logging.StreamHandler())
 
 
-def say_start(
-    plan: OverlapPlan,
-    agreed: AgreedSizes,
-    world_size: int,
-    nbytes: int,
-    *,
-    tuned: bool,
-    policy: SchedulingPolicy = _BYTESCHEDULER,
-) -> None:
-    """Report how the steps of a fit begin.
-
-    Args:
-        plan: The plan, as decided.
-        agreed: The sizes on all ranks.
-        world_size: Number of ranks.
-        nbytes: Bytes of all gradients.
-        tuned: Whether sizes are tuned from the start.
-        policy: The scheduling policy.
-    """
-    facts = sizes = ""
-    steps, link, used = plan.summary(), agreed.link, agreed.sizes
-    if plan.overlapped:
-        facts, steps = f"{world_size} ranks. ", steps[0].upper() + steps[1:]
-        if link is not None:
-            facts = (
-                f"{world_size} ranks, all-reduce{link.at_rate} after {1e3 * link.alpha:.2f} ms: "
-                f"{milliseconds(link.seconds(nbytes))} ms for all gradients ({nbytes / 1e6:.3g} MB). "
-            )
-        if not plan.as_ddp:
-            sizes = f" {policy.in_words.format(partition_size=used.partition_size, credit=used.credit)}"
-    if agreed.far:
-        facts += _FAR
-    rank_zero_info(f"bytescheduler: {facts}{steps}{sizes}{_TUNED if tuned else ''}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:
     """What all fits of a strategy have in common.
@@ -654,12 +618,27 @@ class DecidedFit(Fit):
         )
         self._merged_bytes = 0 if self._options.own_buckets else merged_bytes(self.device, link)
         self._processors = own_processors(strategy.num_processes)
-        ranks, policy, tuned = (
-            self.wire.groups.world_size,
-            self._options.scheduler.policy,
-            self._options.tuning.tunes_now,
-        )
-        say_start(self.so_far() or self.plan, self.wire.agreed, ranks, nbytes, tuned=tuned, policy=policy)
+        self.say_start(self.so_far() or self.plan, nbytes)
+
+    def say_start(self, plan: OverlapPlan, nbytes: int) -> None:
+        """Report how steps begin, by ``plan``, with ``nbytes`` of all gradients."""
+        facts = sizes = ""
+        steps, agreed, link = plan.summary(), self.wire.agreed, self.wire.agreed.link
+        if plan.overlapped:
+            facts, steps = f"{self.wire.groups.world_size} ranks", steps[0].upper() + steps[1:]
+            if link is not None:
+                facts += (
+                    f", all-reduce{link.at_rate} after {1e3 * link.alpha:.2f} ms: "
+                    f"{milliseconds(link.seconds(nbytes))} ms for all gradients ({nbytes / 1e6:.3g} MB)"
+                )
+            facts += ". "
+            if not plan.as_ddp:
+                used = {"partition_size": agreed.sizes.partition_size, "credit": agreed.sizes.credit}
+                sizes = f" {self._options.scheduler.policy.in_words.format(**used)}"
+        if agreed.far:
+            facts += _FAR
+        tuned = _TUNED if self._options.tuning.tunes_now else ""
+        rank_zero_info(f"bytescheduler: {facts}{steps}{sizes}{tuned}")
 
     def step_with(
         self,
