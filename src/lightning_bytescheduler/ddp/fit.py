@@ -228,16 +228,12 @@ class Fit:
 
     def _weights(self, counter: SampleCounter | None, parameters: list[nn.Parameter]) -> SampleWeights:
         wire, device, statistics = self.wire, self.device, self.record.statistics
-        ranks = wire.route.group.size()
+        ranks, timeout = wire.route.group.size(), timedelta(seconds=wire.timeout)
         if counter is None:
             return SampleWeights(ranks=ranks)
         return SampleWeights(
             counter,
-            NumberExchange(
-                timeout=timedelta(seconds=wire.timeout),
-                on_error=self._counts_failed,
-                failure=lambda: wire.core.abort_cause,
-            ),
+            NumberExchange(timeout=timeout, on_error=self._counts_failed, failure=self.own_failure),
             ranks=ranks,
             parameters=parameters,
             exposed=lambda: statistics.exposed_s,
