@@ -207,7 +207,9 @@ class CompressedBucket:
         """Exchange payloads, then call ``then`` with those of ``senders``."""
         sub_task.encoded_bytes = (sub_task.encoded_bytes or 0) + sum(len(payload) for payload in sent.values())
         received = {rank: self._copies.memory(self._payload_bytes(shard)) for rank, shard in senders.items()}
-        return StartedOperation(_works(group, received, sent, number), partial(then, received), messages=True)
+        works = [group.recv([payload], rank, number) for rank, payload in received.items()]
+        works += [group.send([sent[rank]], rank, number) for rank in others_of(group) if rank in sent]
+        return StartedOperation(works, partial(then, received), messages=True)
 
     def _shards(self, group: dist.ProcessGroup, sub_task: SubCommTask) -> dict[int, list[Piece]]:
         shards = {}
@@ -287,13 +289,6 @@ def _seed(sub_task: SubCommTask) -> int:
     key = sub_task.parent.key
     names = f"{key.step} {key.bucket} {sub_task.index}".encode()
     return int.from_bytes(hashlib.blake2b(names, digest_size=7).digest(), "little")
-
-
-def _works(
-    group: dist.ProcessGroup, received: Mapping[int, Tensor], sent: Mapping[int, Tensor], number: int
-) -> list[dist.Work]:
-    works = [group.recv([payload], rank, number) for rank, payload in received.items()]
-    return works + [group.send([sent[rank]], rank, number) for rank in others_of(group) if rank in sent]
 
 
 _DIRECT = 1 << 15  # bytes that a rank may send in addition to save a round of messages of 1 to 2 ms
