@@ -171,4 +171,4 @@ def test_servers_take_gradients_of_cpus_and_of_cuda_gpus() -> None:
     place: Any = SimpleNamespace(root_device=torch.device("mps"))
     options = ServerOptions.resolve(0)
     with pytest.raises(UnsupportedError, match=r"a CPU or a CUDA GPU, and these are on mps. Leave servers out"):
-        options.join(nothing, nothing, place, timeout=None, say=print)
+        options.join(nothing, nothing, place, timeout=None)

@@ -43,7 +43,7 @@ from lightning_bytescheduler.ddp.compiled_calls import compiled_calls_are_seen
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.deferred_optimizer import deferring, followed_by, wants_whole_steps, whole_steps_for
 from lightning_bytescheduler.ddp.fit import Fit, StepMode, TrainingStep
-from lightning_bytescheduler.ddp.fit_report import OverlapPlan, Record, milliseconds
+from lightning_bytescheduler.ddp.fit_report import OverlapPlan, milliseconds
 from lightning_bytescheduler.ddp.gates import can_be_gated
 from lightning_bytescheduler.ddp.reads import SeenReads, aliases_are_seen
 from lightning_bytescheduler.ddp.sample_weights import SampleCounter
@@ -65,7 +65,6 @@ from lightning_bytescheduler.lightning_api import (
 )
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.options import MODES, SchedulerOptions
-from lightning_bytescheduler.timeline.timeline import Timeline
 from lightning_bytescheduler.tuning.credit_tuner import CreditTuner
 from lightning_bytescheduler.tuning.record import TuningIdentity
 from lightning_bytescheduler.tuning.sizes import PLAIN_DDP, SearchSpace, TuningPoint, is_slow
@@ -497,7 +496,7 @@ def open_wire(
         in_shards: Whether gradients are expected to be reduced in shards.
     """
     device, timeout, rules = strategy.root_device, options.timeout, options.rules
-    served, path = options.servers.used, options.scheduler.timeline
+    served = options.servers.used
     groups = SchedulerGroups.create(
         timeout=timeout,
         routed_on=device if routed else None,
@@ -515,17 +514,8 @@ def open_wire(
     if options.own_buckets and (chosen := strategy._ddp_kwargs.get("bucket_cap_mb")) is not None:
         agreed = replace(agreed, sizes=replace(agreed.sizes, bucket_bytes=max(int(chosen * 2**20), 1)))
     announce(options.scheduler, agreed)
-    servers = options.servers.join(groups, board, strategy, timeout=timeout, say=rank_zero_info)
-    return Wire(
-        groups,
-        board,
-        agreed,
-        options.scheduler,
-        device,
-        timeout=timeout,
-        record=Record(None if path is None else Timeline(path, rank=board.rank)),
-        servers=servers,
-    )
+    servers = options.servers.join(groups, board, strategy, timeout=timeout)
+    return Wire(groups, board, agreed, options.scheduler, device, timeout=timeout, servers=servers)
 
 
 class DecidedFit(Fit):

@@ -47,10 +47,11 @@ from lightning_bytescheduler.exceptions import (
 )
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
-from lightning_bytescheduler.lightning_api import DDPStrategy
+from lightning_bytescheduler.lightning_api import DDPStrategy, rank_zero_info
 from lightning_bytescheduler.scheduler.core import ByteCore
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 from lightning_bytescheduler.scheduler.threads import InterpreterTurns
+from lightning_bytescheduler.timeline.timeline import Timeline
 from lightning_bytescheduler.tuning.sizes import LinkEstimate, SchedulerSizes, default_sizes
 
 log = logging.getLogger(__name__)
@@ -213,13 +214,7 @@ class ServerOptions:
         return {"servers": self.spare, "placement": self.placement, "group": self.group}
 
     def join(
-        self,
-        groups: SchedulerGroups,
-        board: FaultBoard,
-        strategy: DDPStrategy,
-        *,
-        timeout: timedelta | None,
-        say: Callable[[str], object],
+        self, groups: SchedulerGroups, board: FaultBoard, strategy: DDPStrategy, *, timeout: timedelta | None
     ) -> JoinedServers | None:
         """Connect to the servers, if there are any; every worker calls this at the same point of a fit.
 
@@ -228,7 +223,6 @@ class ServerOptions:
             board: Says whether waiting is in vain.
             strategy: Knows the place of this rank and the device of its gradients.
             timeout: Longest wait for servers, and for each message; half an hour if ``None``.
-            say: Called on rank 0 with messages for the user.
 
         Raises:
             UnsupportedError: If gradients are neither on a CPU nor on a GPU, or ranks on nodes cannot be grouped.
@@ -254,7 +248,7 @@ class ServerOptions:
                 placement=self.placement,
                 timeout=timeout or _TIMEOUT,
                 failure=board.no_hope,
-                say=say,
+                say=rank_zero_info,
             )
         except RuntimeError as error:  # a rank has died while all connect
             if not is_communication_error(error):
@@ -265,7 +259,6 @@ class ServerOptions:
 STOP_S = 5.0
 """Seconds for each part that stops."""
 _MOMENT_S = 0.5
-_DEFAULT_TIMEOUT_S = 1800.0
 
 
 class Wire:
@@ -273,7 +266,6 @@ class Wire:
 
     Args:
         timeout: Longest wait for one bucket; ``None`` for half an hour.
-        record: Takes what arrives.
         servers: Parameter servers, if any; left with the groups.
 
     Attributes:
@@ -291,14 +283,14 @@ class Wire:
         device: torch.device,
         *,
         timeout: timedelta | None,
-        record: Record,
         servers: JoinedServers | None = None,
     ) -> None:
         self.groups = groups
         self.board = board
         self.agreed = agreed
-        self.record = record
-        self.timeout = _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
+        path = options.timeline
+        self.record = record = Record(None if path is None else Timeline(path, rank=board.rank))
+        self.timeout = (timeout or _TIMEOUT).total_seconds()
         self.servers = servers
         self._overtaking = create_overtaking(groups.wire_device(device), timeout=timeout) if agreed.far else None
         self._closed_in_order = False  # no rank waits for a decision on the control group any more
