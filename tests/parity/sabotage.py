@@ -122,7 +122,6 @@ def every_read_is_seen(module: LightningModule) -> Iterator[None]:
     """Believe that every read of a parameter is seen."""
     with (
         patch.object(BucketUpdate, "has_any", lambda *_: False),
-        patch.object(BucketUpdate, "is_gateable", lambda _: True),
         blind_to_aliases(module),
     ):
         yield

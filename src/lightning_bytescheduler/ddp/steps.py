@@ -73,7 +73,7 @@ from lightning_bytescheduler.ddp.deferred_optimizer import (
     wants_whole_steps,
 )
 from lightning_bytescheduler.ddp.fit import Fit, TrainingStep
-from lightning_bytescheduler.ddp.gates import arm, can_be_gated, disarm, gate_of
+from lightning_bytescheduler.ddp.gates import arm, disarm, gate_of
 from lightning_bytescheduler.ddp.gradient_transforms import StepTransforms
 from lightning_bytescheduler.ddp.reduction import GradientBucket
 from lightning_bytescheduler.failures.standstill import waiting
@@ -114,15 +114,6 @@ class BucketUpdate:
     def has_arrived(self) -> bool:
         """Whether the reduced gradient has arrived."""
         return self.task.done() and self.task.error is None
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether a touch may have to wait or to update."""
-        return self.state in (UpdateState.REDUCING, UpdateState.DUE, UpdateState.STEPPED)
-
-    def is_gateable(self) -> bool:
-        """Whether all parameters are of a class that can be gated."""
-        return all(can_be_gated(p) for p in self.bucket.parameters)
 
     def has_any(self, parameters: set[int]) -> bool:
         """Whether one of its parameters has one of these ids."""
@@ -272,7 +263,7 @@ class OverlappedStep(TrainingStep):
                 with torch._C.DisableTorchFunctionSubclass():  # opens no gate
                     parameters = (p for update in self.updates for p in update.bucket.parameters)
                     self.transforms.unused = {id(p) for p in parameters if p.grad is None}
-            self._await_gradients(lambda update: not update.is_gateable())  # reads of it would be missed
+            self._await_gradients(lambda update: update.has_any(self.fit.reads.unseen))  # reads of it would be missed
 
     # ------------------------------------------------------------------ optimizer step
 
@@ -285,7 +276,7 @@ class OverlappedStep(TrainingStep):
         with fit.lock:
             unseen = fit.reads.unseen | (fit.reads.find_held() if self.transforms.complete else set())
             # Later reads of these weights would be missed.
-            self._await_gradients(lambda update: not update.is_gateable() or update.has_any(unseen))
+            self._await_gradients(lambda update: update.has_any(unseen))
             deferrable = [u for u in self.updates if u.state is UpdateState.REDUCING]
             # If the backward pass left a bucket out, not all gates are closed; DDP raises at the next forward pass.
             complete = self.transforms.complete
@@ -348,7 +339,8 @@ class OverlappedStep(TrainingStep):
         """See :class:`TrainingStep`."""
         fit = self.fit
         with fit.lock:
-            if not any(update.is_closed for update in self.updates):
+            waits = (UpdateState.REDUCING, UpdateState.DUE, UpdateState.STEPPED)
+            if not any(update.state in waits for update in self.updates):
                 return
             fit.reads.opened_for[reason] += 1
             early = fit.reads.waits_early()
