@@ -8,7 +8,7 @@ gradients between steps costs overlap, which is said once (:class:`SeenReads`).
 from __future__ import annotations
 
 import ctypes
-import logging
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_bytescheduler.checks import some_of
 from lightning_bytescheduler.ddp.gates import arm, can_be_gated, disarm, gate_of, is_armed
-from lightning_bytescheduler.lightning_api import rank_zero_info, rank_zero_warn
+from lightning_bytescheduler.lightning_api import rank_zero_info
 
 _storage_of = torch.Tensor.untyped_storage
 
@@ -125,9 +125,6 @@ def scripted_parameters() -> set[int]:
     return {key for _, ids in _scripts for key in ids}
 
 
-log = logging.getLogger(__name__)
-
-
 ENOUGH = 20  # steps that waited for the same reason, before a line is logged
 _TOLD_APART_EVERY = 16  # steps
 
@@ -165,24 +162,18 @@ class SeenReads:
             self.waited(f"{hook} looks at weights or gradients between steps (looking less often keeps the overlap)")
 
     def read_unseen(self, parameters: list[nn.Parameter], step: int) -> None:
-        """Report that ``parameters`` were read past their gates in ``step``, maybe before the update.
-
-        Warns on rank 0, logs an error on the others.
-        """
+        """Warn that ``parameters`` were read past their gates in ``step``, maybe before the update."""
         names = {id(p): name for name, p in self._module.named_parameters()}
         found = [names[id(p)] for p in parameters]
         self.unseen.update(dict.fromkeys(found, step))
-        message = (
-            f"bytescheduler: in step {step} {some_of(found)} {'was' if len(found) == 1 else 'were'} read by code that "
-            "takes a weight's memory past PyTorch's functions, for the first time after the first step: it "
-            "may have had the weights of the step before, and then this training is not DDP's to the last bit. From "
-            "here on their updates are waited for. To avoid it, hand such code weight.detach(), use it from the first "
-            "step on, or train with cross_barrier=False."
+        warnings.warn(
+            f"bytescheduler: in step {step} on rank {self._rank}, code that takes a weight's memory past PyTorch's "
+            f"functions read {some_of(found)}, for the first time after the first step: it may have had the weights "
+            "of the step before, and then this training is not DDP's to the last bit. From here on their updates are "
+            "waited for. To avoid it, hand such code weight.detach(), use it from the first step on, or train with "
+            "cross_barrier=False.",
+            stacklevel=2,
         )
-        if self._rank == 0:
-            rank_zero_warn(message)
-        else:
-            log.error("rank %d: %s", self._rank, message)
 
 
 class ForwardPass:
