@@ -39,6 +39,37 @@ def references_to_memory(tensor: torch.Tensor) -> int:
     return _use_count(storage._cdata)
 
 
+def _words(storage: torch.UntypedStorage) -> list[int]:
+    """Return the first words of a storage object: among them are the address of the memory and that of its owner."""
+    size = ctypes.sizeof(ctypes.c_void_p)
+    return [ctypes.c_size_t.from_address(storage._cdata + size * n).value for n in range(1, 6)]
+
+
+def _places_of(address: int, words: list[int]) -> list[int]:
+    return [place for place, word in enumerate(words) if word == address]
+
+
+def _place_of_owner() -> int | None:
+    """Find which word holds the owner's address; ``None`` if unknown. PyTorch's own host memory owns itself."""
+    own, foreign = (
+        torch.zeros(3, dtype=torch.float32).untyped_storage(),
+        torch.frombuffer(bytearray(12), dtype=torch.uint8).untyped_storage(),
+    )
+    twice, once = (_places_of(one.data_ptr(), _words(one)) for one in (own, foreign))
+    return twice[1] if len(twice) == 2 and once == twice[:1] else None
+
+
+_OWNER = _place_of_owner()
+
+
+def is_foreign(storage: torch.UntypedStorage) -> bool:
+    """Whether other code owns memory that PyTorch cannot resize or shares: NumPy, a mapped file, another process.
+
+    What was loaded, or was once seen by NumPy, cannot be resized either, but belongs to this process alone.
+    """
+    return _OWNER is None or storage.device.type != "cpu" or _words(storage)[_OWNER] != storage.data_ptr()
+
+
 # Versions of PyTorch differ in the references that they hold themselves, so these are measured.
 _ALONE = references_to_memory(torch.zeros(1, dtype=torch.float32))
 
@@ -74,8 +105,8 @@ class AliasDetector:
     A touch gate sits on the Python object of a parameter. An alias of its memory (``.data``, ``state_dict()``,
     ``.numpy()``) can be read without a touch and would show weights before their deferred update. Every tensor over a
     storage holds a reference to it, and PyTorch counts these references. A count higher than the parameter itself needs
-    means that there is an alias. Memory that PyTorch cannot resize (NumPy arrays, files, shared memory) may have other
-    readers, so it counts as aliased.
+    means that there is an alias. Memory that PyTorch did not allocate (NumPy arrays, mapped files, shared memory) has
+    other readers, so it counts as aliased.
 
     ``optimizer.state_dict()`` returns the dictionaries and tensors that the optimizer works with. Code that keeps one
     of them, or an alias of such a tensor, sees new moments right after each step under DDP. A deferred step would show
@@ -100,7 +131,7 @@ class AliasDetector:
         with torch._C.DisableTorchFunctionSubclass():
             for p in self._parameters:
                 storage = storage_of(p)
-                if not storage.resizable() or (p.is_cpu and storage.is_shared()):
+                if (not storage.resizable() or (p.is_cpu and storage.is_shared())) and is_foreign(storage):
                     found.add(id(p))
                 elif use_count(storage._cdata) > alone:
                     held.append((p, p))
