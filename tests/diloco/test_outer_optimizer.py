@@ -51,10 +51,10 @@ def merge(updates: list[tuple[dict[str, Tensor], int]]) -> dict[str, Tensor]:
 def ulps(found: Tensor, old: Tensor, new: Tensor) -> float:
     """How far ``found`` is from ``new``, in units in the last place of the larger of old and new.
 
-    The unit is 2^-64 at least: the merge has no smaller one, and a weight whose own unit is smaller is below 2^-41.
+    The unit is 2^-56 at least: the merge has no smaller one, and a weight whose own unit is smaller is below 2^-33.
     """
     largest = torch.maximum(old.abs(), new.abs())
-    ulp = (torch.nextafter(largest, torch.full_like(largest, torch.inf)) - largest).clamp_(min=2.0**-64)
+    ulp = (torch.nextafter(largest, torch.full_like(largest, torch.inf)) - largest).clamp_(min=2.0**-56)
     return float(((found.double() - new.double()).abs() / ulp.double()).max())
 
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from lightning_bytescheduler.compression import dense
 from lightning_bytescheduler.compression.wire_format import WireFormat
-from lightning_bytescheduler.diloco import weighted_mean
 from lightning_bytescheduler.exceptions import OptionError
 from tests.support.plain_mean import PlainMean
 
@@ -71,22 +70,10 @@ def test_the_stated_bound(drawn) -> None:
     for index, value in enumerate(found.tolist()):
         exact = sum(Fraction(weight) * Fraction(torch.tensor(values)[index].item()) for weight, values in drawn) / total
         size = sum(weight * abs(Fraction(torch.tensor(values)[index].item())) for weight, values in drawn) / total
-        before_rounding = Fraction(len(drawn), total * 2**65) + size / 2**51
+        before_rounding = Fraction(len(drawn), total * 2**57) + size / 2**51
         # Rounding to fp32: half of its last digit, of which the smallest is 2^-149.
         bound = before_rounding + max((abs(exact) + before_rounding) / 2**24, Fraction(1, 2**150))
         assert abs(Fraction(value) - exact) <= bound
-
-
-@given(drawn=updates)
-def test_the_bits_of_doubles_count_what_conversions_count(drawn) -> None:
-    """The fast ways to split a number, and to read the sum, beside those for any size; mixed, too."""
-    found = merged(drawn)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weighted_mean, "_MOST_SPLIT", 2.0**18)  # some are larger
-        mixed = merged(drawn)
-        patch.setattr(weighted_mean, "_MOST_SPLIT", -1.0)
-        assert torch.equal(merged(drawn).view(torch.int32), found.view(torch.int32))
-    assert torch.equal(mixed.view(torch.int32), found.view(torch.int32))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -141,11 +128,11 @@ def test_a_damaged_payload_leaves_no_trace() -> None:
 @given(st.lists(numbers, min_size=1, max_size=5), st.integers(1, 2**24))
 def test_one_worker_is_merged_into_itself(values: list[float], weight: int) -> None:
     alone = torch.tensor(values)
-    expected = torch.where((alone.abs() >= 2.0**-40) | (alone == 0), alone, torch.nan)
+    expected = torch.where((alone.abs() >= 2.0**-33) | (alone == 0), alone, torch.nan)
     found = merged([(weight, values)])
     kept = ~expected.isnan()
     assert torch.equal(found[kept], alone[kept])
-    assert (found - alone).abs().max() <= 2.0**-65
+    assert (found - alone).abs().max() <= 2.0**-57
 
 
 def test_memory_does_not_grow_with_the_workers() -> None:

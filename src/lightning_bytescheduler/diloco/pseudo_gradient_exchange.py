@@ -1,7 +1,7 @@
 """Sends pseudo-gradients through the priority and credit scheduler, beside the training, and receives their mean.
 
 Each part of a pseudo-gradient is cut into one shard per worker. A worker receives all workers' versions of its shard,
-adds them up in fixed point, and sends the weighted mean to all, in the wire's dtype. Every worker uses the values as
+adds them up exactly, and sends the weighted mean to all, in the wire's dtype. Every worker uses the values as
 they were sent, for its own shard too, so all of them hold the same bits. They send as little as a ring all-reduce does:
 ``2 (n - 1) / n`` times the pseudo-gradient.
 
