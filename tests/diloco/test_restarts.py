@@ -186,16 +186,15 @@ def test_a_checkpoint_at_the_end_is_of_the_end(diloco_ranks: RankPool, tmp_path:
     assert saved["global_step"] == 10
     assert torch.equal(saved["state_dict"]["first.weight"], done[1].weights["first.weight"])
     workers = saved["lightning_bytescheduler.diloco"]["workers"]
-    assert workers["halted"]
     assert workers["of"][1]["global_step"] == 10
 
 
 class Deaf(Callback):
-    """Worker 1 does not answer."""
+    """Worker 1 cannot answer."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_rank == 1:
-            trainer.strategy._runtime.states._closed = True
+            trainer.strategy._runtime.states.answer = None
 
 
 def test_a_training_that_was_through_with_its_outer_steps_amid_an_epoch_is_over(

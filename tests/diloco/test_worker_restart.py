@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.ddp.rank_strategy import OUTER_STATE
 from lightning_bytescheduler.diloco.mailbox import Mailbox, Postman
-from lightning_bytescheduler.diloco.worker_restart import Moment, Resumed, WorkerStates, await_writer
+from lightning_bytescheduler.diloco.worker_restart import Moment, Resumed, WorkerStates
 from lightning_bytescheduler.exceptions import UnsupportedError
 
 LONG = 60.0
@@ -35,10 +35,9 @@ class Workers:
                 self.store,
                 f"worker{number}",
                 thread="bytescheduler-outer-mail",
-                handle=lambda sender, text: None,
+                handle=lambda _, text, kept=kept: kept.answer(text),  # type: ignore[misc]
                 on_error=unexpected,
                 postman=postman,
-                calls=kept.ask,
             )
             for number, (postman, kept) in enumerate(zip(self.postmen, self.kept, strict=True), 1)
         ]
@@ -47,7 +46,7 @@ class Workers:
         """Those of a worker whose fit has not begun; those of worker 0 ask the others."""
         return WorkerStates(
             cast(Any, None),
-            cast(Any, SimpleNamespace(check=self.check)),
+            cast(Any, SimpleNamespace(check=self.check, at_begin=None)),
             cast(Any, SimpleNamespace(worker=worker, workers=workers, inner_size=1, store=self.store)),
             full=True,
             timeout=4 * limit,
@@ -82,60 +81,54 @@ def test_states_of_one_moment_come_together(workers: Workers) -> None:
     workers.kept[0].keep(Moment(4, halted=False), {"numbers": None})
     threading.Timer(0.1, workers.kept[1].keep, (BEGUN, {"later": (1, 2.5)})).start()
     collection = workers.states(0)
-    found = collection.collect(BEGUN)
-    assert isinstance(found["worker1"], dict)
-    assert torch.equal(found["worker1"]["numbers"], large)
-    assert found["worker2"] == {"later": (1, 2.5)}
-    assert isinstance(collection.collect(BEGUN)["worker2"], dict)  # as often as wanted
+    first, second = collection.collect(BEGUN)
+    assert first is not None
+    assert torch.equal(first["numbers"], large)
+    assert second == {"later": (1, 2.5)}
+    assert collection.collect(BEGUN)[1] == second  # as often as it is wanted
 
 
-def test_what_cannot_be_written_is_named(workers: Workers) -> None:
+def test_a_state_that_cannot_be_written_is_left_out(workers: Workers, caplog: pytest.LogCaptureFixture) -> None:
     for kept in workers.kept:
         kept.keep(BEGUN, {"schedule": lambda: None})
-    assert "pickle" in str(workers.states(0).collect(BEGUN)["worker1"])
+    assert workers.states(0).collect(BEGUN) == [None, None]
+    assert "pickle" in caplog.text
 
 
-def test_a_worker_that_is_late_or_silent_or_dead_is_left_out(workers: Workers) -> None:
+def test_a_worker_that_is_late_or_silent_or_dead_is_left_out(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
     workers.kept[0].keep(BEGUN, {"own": 1})
-    found = workers.states(0, limit=2.0).collect(BEGUN)
-    assert found["worker1"] == {"own": 1}
-    assert str(found["worker2"]).startswith("No answer came")
-    assert str(workers.states(0, workers=4, limit=0.05).collect(BEGUN)["worker3"]).startswith("No answer came")
+    assert workers.states(0, limit=2.0).collect(BEGUN) == [{"own": 1}, None]
+    assert "own state of worker2: It has not come to the end of round 3" in caplog.text
+    assert workers.states(0, workers=4, limit=2.0).collect(BEGUN)[2] is None
+    assert "own state of worker3: No answer came" in caplog.text
     workers.gone = True
-    assert "rank 2 has died" in str(workers.states(0, workers=4).collect(BEGUN)["worker3"])
-
-
-def test_a_worker_that_has_left_says_so_at_once(workers: Workers) -> None:
-    found: list[object] = []
-    asks = threading.Thread(target=lambda: found.append(workers.states(0, workers=2).collect(BEGUN)["worker1"]))
-    asks.start()
-    workers.kept[0].leave(failed=True)  # also to those that asked before
-    asks.join(LONG)
-    assert "it takes part no more" in str(found)
+    assert workers.states(0, workers=4).collect(BEGUN)[2] is None
+    assert "own state of worker3: rank 2 has died" in caplog.text
 
 
 def test_workers_stay_until_the_writer_is_through(workers: Workers) -> None:
     threading.Timer(0.1, workers.states(0).leave, kwargs={"failed": False}).start()
     began = time.monotonic()
-    await_writer(workers.store, 4 * LONG, workers.check)
+    workers.kept[0].leave(failed=False)
     assert time.monotonic() - began < 3 * LONG
     workers.gone = True
-    await_writer(workers.store, LONG, workers.check)  # it is over already
+    workers.kept[1].leave(failed=False)  # it is over already
 
 
 def test_a_writer_that_has_gone_with_its_store_is_not_waited_for(workers: Workers) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port
-    other = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    workers.store = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    left = workers.states(1)
     del store
-    await_writer(other, LONG, workers.check)
+    left.leave(failed=False)
 
 
 WHOLE: dict[str, Any] = {
     "outer": {"optimizer": {}},
     "rounds": {"round": 3},
-    "unsent": {"workers": 1, "rank": 0, "own": {}, "mean": {}},
-    "workers": {"halted": True, "inner_size": 1, "of": [{"position": None}, {"position": None}]},
+    "workers": {"inner_size": 1, "of": [{"position": None}, {"position": None}]},
 }
 
 
@@ -146,11 +139,6 @@ WHOLE: dict[str, Any] = {
         ("of another package", "it lacks outer.optimizer, rounds.round"),
         ({**WHOLE, "rounds": {}}, "it lacks rounds.round"),
         ({**WHOLE, "rounds": None}, "it lacks rounds.round"),
-        ({**WHOLE, "unsent": {"rank": 0}}, "it lacks unsent.workers, unsent.own, unsent.mean"),
-        (
-            {**WHOLE, "workers": {**WHOLE["workers"], "of": [{}, {"loops": {}, "buffers": {}}]}},
-            "the state of worker 1 lacks ['global_step', 'schedulers']",
-        ),
     ],
 )
 def test_an_outer_state_that_is_damaged_is_refused_with_what_it_lacks(state: Any, lacks: str) -> None:

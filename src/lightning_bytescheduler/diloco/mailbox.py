@@ -63,8 +63,6 @@ class Mailbox:
             a letter is damaged, or the store is gone (a ``RuntimeError``).
         postman: Posts the closing letter, after all that it was given before. Without one, the mailbox has a
             connection for that.
-        calls: Called instead of ``handle`` with the text of a call and a callback. Give the callback, now or later, a
-            function that makes the answer; the postman's thread calls it.
     """
 
     def __init__(
@@ -76,13 +74,11 @@ class Mailbox:
         handle: Callable[[str, str], bytes | None],
         on_error: Callable[[BaseException], object],
         postman: Postman | None = None,
-        calls: Callable[[str, Callable[[Callable[[], bytes]], None]], None] | None = None,
     ) -> None:
         self._store = connection_to(store)
         self._closing = connection_to(store) if postman is None else postman
         self._name = name
         self._handle = handle
-        self._calls = calls
         self._on_error = on_error
         self._awaited = ""  # the key of the next letter
         self._stopped = False
@@ -128,8 +124,6 @@ class Mailbox:
                     return
                 if letter.answer_to is None:
                     self._handle(letter.sender, letter.text)
-                elif self._calls is not None and isinstance(self._closing, Postman):
-                    self._calls(letter.text, partial(self._closing.answer, letter.answer_to))
                 else:
                     _answer(self._store, letter.answer_to, partial(self._handle, letter.sender, letter.text))
         except BaseException as error:
@@ -183,10 +177,6 @@ class Postman:
         with self._lock:
             self._thread.put(partial(work, self._store), self._on_error)
 
-    def answer(self, key: str, make: Callable[[], bytes]) -> None:
-        """Queue an answer to a call, to be made and posted; never blocks."""
-        self.write(partial(_answer, key=key, make=make))
-
     def stop(self, timeout: float) -> bool:
         """Post what is left and end; returns whether that took no more than ``timeout`` seconds."""
         return self._thread.stop(timeout)
@@ -217,28 +207,15 @@ class Caller:
         self._calls = 0
 
     def call(self, mailbox: str, text: str) -> bytes:
-        """Call, and wait for the answer. For one thread; see :meth:`answer`."""
-        return self.answer(self.ask(mailbox, text))
-
-    def ask(self, mailbox: str, text: str) -> str:
-        """Call; returns the key for :meth:`answer`.
-
-        Raises:
-            RuntimeError: If the store is gone.
-        """
-        self._calls += 1
-        key = f"{self._answers}/{self._calls}/{mailbox}"
-        post(self._store, mailbox, self._sender, text, key)
-        return key
-
-    def answer(self, key: str) -> bytes:
-        """Wait for the answer to a call.
+        """Call, and wait for the answer. For one thread.
 
         Raises:
             SchedulerTimeoutError: If there is none in time.
             RuntimeError: If the call failed, with its error; or if the store is gone.
         """
-        mailbox = key.removeprefix(f"{self._answers}/").partition("/")[2]
+        self._calls += 1
+        key = f"{self._answers}/{self._calls}"
+        post(self._store, mailbox, self._sender, text, key)
         if not await_key(self._store, key, limit=self._timeout, check=self._check):
             raise SchedulerTimeoutError(
                 f"No answer came at {mailbox!r} for {self._timeout:.0f} s. Raise the strategy's timeout if a worker "

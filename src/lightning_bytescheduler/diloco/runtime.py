@@ -36,7 +36,7 @@ from lightning_bytescheduler.diloco.round_record import RoundRecord
 from lightning_bytescheduler.diloco.rounds import RoundsThread
 from lightning_bytescheduler.diloco.session import START, Session
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries, LoopBoundaries
-from lightning_bytescheduler.diloco.worker_restart import Resumed, WorkerStates
+from lightning_bytescheduler.diloco.worker_restart import WRITER, Resumed, WorkerStates
 from lightning_bytescheduler.exceptions import RankFailedError
 from lightning_bytescheduler.failures.board import NATIVE_S, FaultBoard
 from lightning_bytescheduler.failures.messages import is_communication_error
@@ -257,17 +257,23 @@ class LeadingRuntime(Runtime):
             count=2 if options.run.overlap else 1,
             own_state=self._own_state,
         )
-        hears: Callable[[Any], None] = session.receive if self._rounds is None else self._rounds.post
         self._mailbox = Mailbox(
             world.store,
             _HOST if self._rounds is not None else name,
             thread="bytescheduler-outer-mail",
-            handle=lambda sender, text: hears(decode(text, sender=sender)),
+            handle=self._hear,
             on_error=self._on_error,
             postman=self._postman,
-            calls=self.states.ask,
         )
         atexit.register(self.stop, failed=True)  # a thread inside torch while the interpreter ends would abort it
+
+    def _hear(self, sender: str, text: str) -> bytes | None:
+        """On the thread of the mailbox."""
+        if sender == WRITER:
+            return self.states.answer(text)
+        hears: Callable[[Any], None] = self.session.receive if self._rounds is None else self._rounds.post
+        hears(decode(text, sender=sender))
+        return None
 
     def _say(self, to: str, message: ToWorker) -> None:
         """On the thread of the rounds."""
