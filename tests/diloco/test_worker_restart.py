@@ -47,7 +47,7 @@ class Workers:
         return WorkerStates(
             cast(Any, None),
             cast(Any, SimpleNamespace(check=self.check, at_begin=None)),
-            cast(Any, SimpleNamespace(worker=worker, workers=workers, inner_size=1, store=self.store)),
+            cast(Any, SimpleNamespace(worker=worker, workers=workers, store=self.store)),
             full=True,
             timeout=4 * limit,
             count=count,
@@ -128,7 +128,7 @@ def test_a_writer_that_has_gone_with_its_store_is_not_waited_for(workers: Worker
 WHOLE: dict[str, Any] = {
     "outer": {"optimizer": {}},
     "rounds": {"round": 3},
-    "workers": {"inner_size": 1, "of": [{"position": None}, {"position": None}]},
+    "workers": [{}, {}],
 }
 
 

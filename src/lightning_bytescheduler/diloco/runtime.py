@@ -102,24 +102,21 @@ class Runtime:
 
     def begin(
         self, boundaries: LoopBoundaries, state: Mapping[str, Any] | None, resumed: Resumed | None = None
-    ) -> Callable[[], None] | None:
+    ) -> None:
         """Join the other workers, begin the first round, and take the place of the loop's decisions.
 
         Args:
             boundaries: Of the session.
             state: What :meth:`state_dict` gave, to carry on from; the leader does.
-            resumed: What the same checkpoint had of each worker.
-
-        Returns:
-            What is to be called when the next epoch begins, if anything.
+            resumed: What the same checkpoint had of this worker.
         """
         self.boundaries = boundaries
         self._carry_on(state)
         self.session.begin()
-        then = None if resumed is None else resumed.go_on(boundaries.trainer)
+        if resumed is not None:
+            resumed.go_on(boundaries.trainer)
         self._keep_states(resumed)
         boundaries.attach(self.states)
-        return then
 
     def _carry_on(self, state: Mapping[str, Any] | None) -> None:
         if state is not None and self.state is not None:

@@ -278,7 +278,6 @@ class DiLoCoStrategy(RankStrategy):
         self._runtime: Runtime | None = None
         self._kept_state: Mapping[str, Any] | None = None
         self._resumed: Resumed | None = None
-        self._next_epoch: Callable[[], None] | None = None
         self._last_state: Mapping[str, Any] | None = None  # of the last fit, once it is over
         self._last_whole: object = None  # path of the last checkpoint that was written in this fit
         self._open = ExitStack()
@@ -464,8 +463,7 @@ class DiLoCoStrategy(RankStrategy):
             seed_sampler(dataloader, self._runtime.worker)
         if self._address is not None:
             return dataloader
-        progress: Any = module.trainer.fit_loop.epoch_loop.batch_progress
-        return shared_loader(dataloader, self.global_rank, self.ranks, lambda: progress.current.processed)
+        return shared_loader(dataloader)
 
     def teardown(self) -> None:
         """Stop every thread, leave all groups; see DDPStrategy."""
@@ -483,7 +481,7 @@ class DiLoCoStrategy(RankStrategy):
             self._open.close()
         finally:
             self._runtime = self._slices = self._board = self._world = None
-            self._joint = self._resumed = self._next_epoch = self._kept_state = None
+            self._joint = self._resumed = self._kept_state = None
 
     def _stop(self, runtime: Runtime) -> None:
         idle, self._idle = self._idle, False
@@ -644,8 +642,8 @@ class DiLoCoStrategy(RankStrategy):
         self._statistics = runtime.session.statistics
         self._open.callback(boundaries.detach)
         with self._explained():
-            self._next_epoch = runtime.begin(boundaries, state, resumed)
-        if resumed is not None and resumed.positions and share_of(trainer) is not None:
+            runtime.begin(boundaries, state, resumed)
+        if resumed is not None and share_of(trainer) is not None:
             self._open.enter_context(loader_resumes())
 
     def _of_workers(self, own: int) -> Sequence[int]:
@@ -683,13 +681,6 @@ class DiLoCoStrategy(RankStrategy):
     @property
     def _boundaries(self) -> LoopBoundaries | None:
         return None if self._runtime is None else self._runtime.boundaries
-
-    def begin_epoch(self) -> bool:
-        """Begin an epoch, unless another rank of this worker stops; returns whether training goes on."""
-        then, self._next_epoch = self._next_epoch, None
-        if then is not None:
-            then()
-        return self.at_boundary(lambda boundaries: boundaries.before_epoch()) is not False
 
     def at_boundary(self, work: Callable[[LoopBoundaries], _T]) -> _T | None:
         """Call ``work`` with the boundaries between the training loop and the rounds, once rounds have begun."""
@@ -773,7 +764,7 @@ class RoundHooks(pl.Callback):
         Raises:
             StopIteration: If another rank of it stops, and training is over.
         """
-        if not self._strategy.begin_epoch():
+        if self._strategy.at_boundary(lambda boundaries: boundaries.before_epoch()) is False:
             raise StopIteration
 
     def on_train_batch_start(

@@ -1,7 +1,7 @@
 """Makes restarts exact: each worker's own state goes into the checkpoint, and comes back to the same worker.
 
 A worker's own state at a moment between two rounds is all that is not global: its optimizer, schedules and loss scale,
-its progress, its place in the epoch and its buffers; with fragments or overlap its own weights too, and what compressed
+its progress in the epoch and its buffers; with fragments or overlap its own weights too, and what compressed
 pseudo-gradients have left to be sent. It has tensors and primitives only, in host memory. As with Lightning's other
 strategies, random numbers are not part of it: dropout draws others after a restart.
 
@@ -77,7 +77,7 @@ def take(trainer: pl.Trainer, *, full: bool, after_batch: bool) -> dict[str, Any
         full: Whether the state of optimizers, which takes memory, is part of it.
         after_batch: Whether Lightning has counted a batch here, and not yet a step.
     """
-    module, share = trainer.lightning_module, share_of(trainer)
+    module = trainer.lightning_module
     kept, buffers = module.state_dict(), module.named_buffers()
     precision = trainer.precision_plugin.state_dict()
     taken: dict[str, Any] = {
@@ -85,7 +85,6 @@ def take(trainer: pl.Trainer, *, full: bool, after_batch: bool) -> dict[str, Any
         "loops": _progress(trainer, after_batch=after_batch),
         "schedulers": [copy.deepcopy(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
         "buffers": {name: copied(buffer) for name, buffer in buffers if name in kept},
-        "position": None if share is None else share.position,
     }
     if precision:
         taken["precision"] = {type(trainer.precision_plugin).__qualname__: copied(precision)}
@@ -129,7 +128,7 @@ WRITER = "checkpoint"
 _OVER = "states/over"
 _PARTS = ("outer", "optimizer"), ("rounds", "round")
 _WORKERS = "workers"
-_OF_FIRST = ("position", "buffers", "weights", "samples", "begun_with")  # what Lightning's places do not have
+_OF_FIRST = ("buffers", "weights", "samples", "begun_with")  # what Lightning's places do not have
 _LOOK_S = 0.05  # between two questions
 _SHARE_OF_TIMEOUT = 0.25  # for the writer's waits: the others wait for the writer for up to the timeout
 
@@ -163,7 +162,6 @@ class WorkerStates:
         self._trainer = trainer
         self._session = session
         self._own_state = own_state
-        self._inner_size = world.inner_size
         self._full = full
         self._timeout = timeout
         self._store = world.store
@@ -208,9 +206,8 @@ class WorkerStates:
         if last is not None and last[0].halted:
             outer[_WORKERS] = self._workers_in(last[1], [None] * len(self._others))
 
-    def _workers_in(self, own: Mapping[str, Any], others: Sequence[object]) -> dict[str, Any]:
-        first = {name: own[name] for name in _OF_FIRST if name in own}
-        return {"inner_size": self._inner_size, "of": [first, *others]}
+    def _workers_in(self, own: Mapping[str, Any], others: Sequence[object]) -> list[object]:
+        return [{name: own[name] for name in _OF_FIRST if name in own}, *others]
 
     def collect(self, moment: Moment) -> list[dict[str, Any] | None]:
         """On the first worker: return the others' states. Warns of those that do not come, which it leaves out.
@@ -226,7 +223,7 @@ class WorkerStates:
                 found.append(None)
                 log.warning(
                     "diloco: a checkpoint lacks the own state of %s: %s. If training goes on from it, this worker gets "
-                    "worker 0's optimizer and, in the middle of an epoch, other samples.",
+                    "worker 0's optimizer and place in the epoch.",
                     worker,
                     error,
                 )
@@ -291,18 +288,14 @@ class WorkerStates:
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """All workers' states in a checkpoint, on a rank that goes on from it.
+    """What a checkpoint has of the worker of a rank that goes on from it.
 
     Attributes:
-        own: The state of this rank's worker, if the checkpoint has it.
-        positions: Where each worker stood in its epoch, if that is known of all.
-        inner_size: How many ranks a worker had.
+        own: The worker's state, if the checkpoint has it.
         alike: Whether there were as many workers as now.
     """
 
     own: Mapping[str, Any] | None
-    positions: Sequence[Mapping[str, Any]]
-    inner_size: int
     alike: bool
 
     @classmethod
@@ -319,18 +312,16 @@ class Resumed:
         """
         outer = checkpoint.get(OUTER_STATE)
         known = outer if isinstance(outer, Mapping) else {}
-        if outer is not None and (
-            lacks := [f"{part}.{name}" for part, name in _PARTS if name not in known.get(part, ())]
-        ):
+        lacks = [f"{part}.{name}" for part, name in _PARTS if name not in (known.get(part) or ())]
+        if outer is not None and lacks:
             raise UnsupportedError(
                 f"The checkpoint's entry {OUTER_STATE!r} is damaged, or is not this strategy's: it lacks "
                 f"{', '.join(lacks)}. Without that entry, weights and the inner optimizer go on, and rounds and the "
                 "outer optimizer begin anew."
             )
-        saved = None if outer is None else outer.pop(_WORKERS, None)
-        if saved is None:
+        of = None if outer is None else outer.pop(_WORKERS, None)
+        if of is None:
             return None
-        of = saved["of"]
         own = of[worker] if worker < len(of) else None
         if worker and own is not None:
             put_back(own, checkpoint, is_last_batch=checkpoint["loops"]["fit_loop"][_PROGRESS]["is_last_batch"])
@@ -340,24 +331,15 @@ class Resumed:
         if lacking:
             rank_zero_warn(
                 f"diloco: the checkpoint lacks the own states of workers {lacking}. They go on with worker 0's "
-                "optimizer and, in the middle of an epoch, with other samples."
+                "optimizer and place in the epoch."
             )
-        positions = [state and state.get("position") for state in of]
-        return cls(
-            own=own,
-            positions=positions if all(positions) else (),
-            inner_size=saved["inner_size"],
-            alike=len(of) == workers,
-        )
+        return cls(own=own, alike=len(of) == workers)
 
-    def go_on(self, trainer: pl.Trainer) -> Callable[[], None] | None:
+    def go_on(self, trainer: pl.Trainer) -> None:
         """Put this worker's own state where Lightning has no place for it, before the first batch.
 
         Args:
             trainer: Has loaded the checkpoint.
-
-        Returns:
-            A function to call when the next epoch begins, if the rest of this one has another length.
         """
         module, own = trainer.lightning_module, self.own or {}
         with torch.no_grad():
@@ -369,31 +351,10 @@ class Resumed:
                 parameters = dict(module.named_parameters())
                 for name, value in own.get("weights", {}).items():
                     parameters[name].copy_(value)
-        share = share_of(trainer)
-        loop: Any = trainer.fit_loop.epoch_loop
-        if share is None or not self.positions or loop.batch_progress.is_last_batch:
-            return None
-        if not share.resume(self.positions, self.inner_size):
-            rank_zero_warn(
-                "diloco: the checkpoint is of the middle of an epoch of other data, or in another order: what is left "
-                "of it cannot be told. Its batches are drawn from the beginning."
-            )
-            return None
-        done = loop.batch_progress.current.processed
-        return None if done + share.left() == len(share) else _of_length(trainer, share.left())
-
-
-def _of_length(trainer: pl.Trainer, batches: int) -> Callable[[], None]:
-    """Let this epoch have ``batches`` batches from here on; returns a function that undoes it for the next ones."""
-    fit_loop: Any = trainer.fit_loop
-    whole, checked = fit_loop.max_batches, trainer.val_check_batch
-    length = min(batches, whole)
-    fit_loop.epoch_loop.batch_progress.current.reset()
-    fit_loop.max_batches = fit_loop._data_fetcher.length = length
-    if isinstance(trainer.val_check_interval, float):
-        trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
-
-    def as_before() -> None:
-        fit_loop.max_batches, trainer.val_check_batch = whole, checked
-
-    return as_before
+        share, progress = share_of(trainer), trainer.fit_loop.epoch_loop.batch_progress
+        if share is None or progress.is_last_batch:
+            return
+        if self.alike:
+            share.done = progress.current.ready
+        else:
+            progress.current.reset()  # the samples are dealt anew, and so the epoch begins anew
