@@ -19,6 +19,7 @@ from lightning_bytescheduler import DiLoCoStrategy, SliceDataModule
 from lightning_bytescheduler.diloco.worker_slices import SharedSlices
 from lightning_bytescheduler.exceptions import SchedulerTimeoutError
 from lightning_bytescheduler.slices.epoch_plan import ReadReport
+from lightning_bytescheduler.slices.tracker import RequestSlice
 from lightning_bytescheduler.slices.training import TrackedTraining
 from tests.diloco.fits import FAST_AND_SLOW, Pause, diloco_trainer
 from tests.slices.fits import Decays, Evaluates, Remembers, make_rows
@@ -212,9 +213,18 @@ def test_a_worker_whose_training_is_over_asks_worker_0_for_nothing_and_does_not_
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("bytescheduler-slice")]
 
 
-def test_worker_0_does_not_go_while_another_one_still_trains() -> None:
-    first, _, _ = shared_slices(0.05)
-    first.connect(lambda: make_tracker([4]))
-    with pytest.raises(SchedulerTimeoutError, match=r"Worker 1 still trains on slices, .* after worker 0.*timeout"):
-        first.finish()
-    assert first.close(failed=False)
+def test_a_question_without_an_answer_ends_with_the_training() -> None:
+    _, second, _ = shared_slices(60.0)
+    tracker, errors = second.connect(lambda: make_tracker([4])), list[BaseException]()
+
+    def ask() -> None:
+        try:
+            tracker.answer(RequestSlice(session=1, epoch=0))
+        except SchedulerTimeoutError as error:
+            errors.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    assert second.close(failed=False)
+    asking.join(30.0)
+    assert "training ended before" in str(errors)

@@ -701,11 +701,11 @@ class DiLoCoStrategy(RankStrategy):
                 if self._boundaries is not None:
                     self._boundaries.before_end()
                 if not isinstance(self._runtime, CoordinatedRuntime):
+                    if self._slices is not None:
+                        self._slices.finish()  # worker 0 answers until all have passed the end of the last round
                     self._runtime.session.finish()
                     if self._runtime.states is not None:
                         self._runtime.states.over()
-                    if self._slices is not None:
-                        self._slices.finish()
                     if self._plan is not None:
                         self._say_end(self._plan, self._runtime.session.statistics)
 

@@ -545,7 +545,9 @@ def for_leader_only(
     with ExitStack() as stack:
 
         def replace(of: object, name: str, make: Callable[[_Method], _Method]) -> None:
-            stack.enter_context(_replaced(of, name, make))
+            if (own := getattr(of, name, None)) is not None:
+                vars(of)[name] = make(own)
+                stack.callback(vars(of).pop, name, None)
 
         def gated(own: _Method) -> _Method:
             return lambda *values, **options: own(*values, **options) if leads() else None
@@ -560,19 +562,6 @@ def for_leader_only(
             for name in _LOGGING:
                 replace(logger, name, gated)
         yield
-
-
-@contextmanager
-def _replaced(of: object, name: str, make: Callable[[_Method], _Method]) -> Iterator[None]:
-    own, had = getattr(of, name, None), vars(of).get(name)
-    if own is not None:
-        vars(of)[name] = make(own)
-    try:
-        yield
-    finally:
-        vars(of).pop(name, None)
-        if had is not None:
-            vars(of)[name] = had
 
 
 def _early_stopping(

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.diloco.coordinator_client import Answer, CoordinatorClient
 from lightning_bytescheduler.diloco.coordinator_protocol import SLICES_PATH
-from lightning_bytescheduler.diloco.mailbox import Caller, Mailbox, await_key, connection_to
+from lightning_bytescheduler.diloco.mailbox import Caller, Mailbox
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime
 from lightning_bytescheduler.exceptions import CoordinatorError, SchedulerTimeoutError, UnsupportedError
@@ -44,7 +44,6 @@ from lightning_bytescheduler.slices.training import Idle, TrackedTraining
 log = logging.getLogger(__name__)
 
 _MAILBOX = "slices"
-_OVER = "slices/over"  # key, with the number of a worker that has ended its questions
 _THREAD = "bytescheduler-slice-tracker"
 _STOP_S = 5.0
 _MOMENT_S = 0.5
@@ -68,7 +67,6 @@ class WorkerSlices:
     counts_merged = False
     worker = 0
     workers = 1
-    _halt_s = _MOMENT_S  # for the plan's thread, after a failure
 
     def __init__(self, data: SliceDataModule, *, timeout: float, check: Callable[[], None]) -> None:
         self._data = data
@@ -93,20 +91,25 @@ class WorkerSlices:
         return training if isinstance(training, TrackedTraining) else None
 
     def finish(self) -> None:
-        """The training is over here: ask nothing more.
-
-        Raises:
-            Exception: The error of another worker that has failed.
-        """
+        """The training is over here: the tracker knows what was trained on, and is asked nothing more."""
+        if self._asks:
+            self._halt()
+            self.closed = True
 
     def close(self, *, failed: bool) -> bool:
         """Stop answering and calling; bounded, idempotent. Returns whether the threads have ended."""
         self.closed = True
-        if not self._asks and self._server is None:
-            return True
-        if failed and self.training is not None and not self.training.halt(self._halt_s):
-            return False
-        return self._server is None or self._server.stop(_MOMENT_S if failed else _STOP_S)
+        ended = not (failed and (self._asks or self._server is not None)) or self._halt()
+        return (self._server is None or self._server.stop(_MOMENT_S if failed else _STOP_S)) and ended
+
+    def _halt(self) -> bool:
+        return self.training is None or self.training.halt(_STOP_S)
+
+    def _look(self) -> None:
+        """Raise if it makes no sense to wait for an answer."""
+        self._check()
+        if self.closed:
+            raise SchedulerTimeoutError("The training ended before its questions about slices were answered.")
 
 
 class SharedSlices(WorkerSlices):
@@ -128,7 +131,7 @@ class SharedSlices(WorkerSlices):
         """See ``TrackerHost``. The first call waits for worker 0."""
         if self.worker != 0:
             name = worker_name(self.worker)
-            self._caller = Caller(self._store, sender=name, timeout=self._timeout, check=self._check)
+            self._caller = Caller(self._store, sender=name, timeout=self._timeout, check=self._look)
             self._asks = True
             return self
         tracker = make()
@@ -143,18 +146,6 @@ class SharedSlices(WorkerSlices):
     def answer(self, message: Call) -> Reply:
         """See WorkerSlices."""
         return cast(Reply, decode(self._caller.call(_MAILBOX, encode(message))))
-
-    def finish(self) -> None:
-        """See WorkerSlices. Worker 0 waits for the others, which may be in their last step, before it ends."""
-        store = connection_to(self._store)
-        if self._asks and self.training is not None:
-            self.training.halt()
-            store.set(f"{_OVER}/{self.worker}", "1")
-        if self._server is not None:
-            for worker in range(1, self.workers):
-                if not await_key(store, f"{_OVER}/{worker}", limit=self._timeout, check=self._check):
-                    words = f"Worker {worker} still trains on slices, {self._timeout:.0f} s after worker 0 has trained"
-                    raise SchedulerTimeoutError(f"{words} on all of its own. Raise the strategy's timeout.")
 
 
 def _reading_ended(error: BaseException) -> None:
@@ -180,7 +171,6 @@ class CoordinatedSlices(WorkerSlices):
 
     waits = True
     counts_merged = True
-    _halt_s = _STOP_S
 
     def __init__(
         self,
@@ -218,13 +208,13 @@ class CoordinatedSlices(WorkerSlices):
             if not isinstance(message, JoinTracker):
                 return JoinAgain()
             time.sleep(_LOOK_S / 4)
-            self._look(deadline)
+            self._look_until(deadline)
 
     def _answer_to(self, message: Call, deadline: float) -> Answer:
         future = self._client.start(self._client.request("POST", SLICES_PATH, body=encode(message).encode()))
         try:
             while not wait([future], _LOOK_S).done:
-                self._look(deadline)
+                self._look_until(deadline)
             return future.result()
         except CancelledError:
             self._check()
@@ -232,11 +222,8 @@ class CoordinatedSlices(WorkerSlices):
         finally:
             future.cancel()
 
-    def _look(self, deadline: float) -> None:
-        """Raise if it makes no sense to wait on."""
-        self._check()
-        if self.closed:
-            raise SchedulerTimeoutError("The training ended before the coordinator answered about slices.")
+    def _look_until(self, deadline: float) -> None:
+        self._look()
         if time.monotonic() >= deadline:
             raise SchedulerTimeoutError(
                 f"The coordinator gave no answer about slices for {self._timeout:.0f} s. Raise the strategy's timeout "
