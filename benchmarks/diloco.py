@@ -9,7 +9,7 @@ sleeping for what its arithmetic does not take. Figures:
 - ``gap``: the loss at as many samples as ``ddp`` has processed in N steps, tuned and untuned.
 - ``wire``: the loss after N steps with each wire dtype.
 - ``overlap`` (root): on a link of a tenth of the rate, seconds to some losses for int4 in long rounds and sparse in
-  short ones, each without overlap and with ``overlap_steps="auto"``; no validation interrupts the training.
+  short ones, each without overlap and with half a round of it; no validation interrupts the training.
 
 Time is that of training: validations are left out. Results are kept in a file and not measured again, so an
 interrupted benchmark goes on where it stopped.

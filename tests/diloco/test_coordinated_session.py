@@ -20,7 +20,7 @@ from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.diloco import coordinator_client
 from lightning_bytescheduler.diloco.messages import LeaderAppointed
 from lightning_bytescheduler.diloco.rounds import Rounds
-from lightning_bytescheduler.diloco.session import Sent, Session
+from lightning_bytescheduler.diloco.session import Session
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, RankFailedError, SchedulerTimeoutError
 from lightning_bytescheduler.serving import ServerAccess
 from tests.diloco.coordinated_fits import coordinator_options
@@ -200,9 +200,8 @@ class ValidatesMerged(ThreadWorker):
             super()._validate(session)
 
 
-@pytest.mark.parametrize("overlap_steps", [3, "auto"])
-def test_a_validation_beside_an_overlapped_mean_cuts_no_round_short(overlap_steps: int | str, serve: Any) -> None:
-    server = serve(inner_steps=10, overlap_steps=overlap_steps, outer_steps=6)
+def test_a_validation_beside_an_overlapped_mean_cuts_no_round_short(serve: Any) -> None:
+    server = serve(inner_steps=10, overlap_steps=3, outer_steps=6)
     worker = ValidatesMerged(server.url, "one").checked()
     assert len(worker.validated) >= 5
     rounds = server.status().rounds
@@ -232,29 +231,14 @@ def test_a_round_that_ends_while_its_last_update_is_sent_cuts_no_overlap_short(
     assert TrainsOnly(server.url, "one").checked().taken_at == [5, 7, 10, 12, 15, 17]
 
 
-def test_without_a_mean_a_worker_waits_after_half_of_its_round(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "_is_there", lambda session, sent: False)
-    server = serve(inner_steps=10, equal_steps=True, overlap_steps="auto", outer_steps=3)
-    assert TrainsOnly(server.url, "one").checked().taken_at == [10, 15, 20, 25, 30, 35]
-
-
-def test_a_worker_merges_at_the_step_after_which_the_mean_is_there(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_concluded, looks = Session._is_concluded, [0]
-
-    def after_three(session: Session, sent: Sent) -> bool:
-        looks[0] += 1
-        if looks[0] % 3:
-            return False
-        return session._lock.wait_for(lambda: is_concluded(session, sent), 60.0)
-
-    monkeypatch.setattr(Session, "_is_concluded", after_three)
-    server = serve(inner_steps=10, equal_steps=True, overlap_steps="auto", outer_steps=3)
-    # Looked at where it sends, and after each step: two steps are beside each mean, and part of the next round.
+def test_a_worker_merges_after_so_many_steps(serve: Any) -> None:
+    server = serve(inner_steps=10, equal_steps=True, overlap_steps=2, outer_steps=3)
+    # Two steps are beside each mean, and part of the next round.
     assert TrainsOnly(server.url, "one").checked().taken_at == [10, 12, 20, 22, 30, 32]
 
 
-def test_workers_of_unequal_pace_that_follow_the_mean_have_the_same_weights(serve: Any) -> None:
-    server = serve(samples_per_round=80, overlap_steps="auto", outer_steps=8, fragments=2, rounds={"start_workers": 2})
+def test_workers_of_unequal_pace_that_overlap_have_the_same_weights(serve: Any) -> None:
+    server = serve(samples_per_round=80, overlap_steps=2, outer_steps=8, fragments=2, rounds={"start_workers": 2})
     fast = TrainsOnly(server.url, "fast", seconds=0.002)
     slow = TrainsOnly(server.url, "slow", seconds=0.02)
     assert_same([fast.checked(), slow.checked()])
@@ -262,8 +246,8 @@ def test_workers_of_unequal_pace_that_follow_the_mean_have_the_same_weights(serv
     assert fast.taken > slow.taken
 
 
-def test_a_worker_that_follows_the_mean_goes_on_without_a_coordinator(serve: Any, stack: ExitStack) -> None:
-    server = serve(inner_steps=10, overlap_steps="auto", outer_steps=12, rounds={"start_workers": 2})
+def test_a_worker_that_overlaps_goes_on_without_a_coordinator(serve: Any, stack: ExitStack) -> None:
+    server = serve(inner_steps=10, overlap_steps=5, outer_steps=12, rounds={"start_workers": 2})
     link = Link(port_of(server))
     stack.callback(link.close)
     cut, stays = TrainsOnly(link.url, "cut", seconds=0.01), TrainsOnly(server.url, "stays", seconds=0.03)
@@ -451,7 +435,7 @@ def test_a_coordinator_that_knows_nothing_gets_the_weights_from_a_worker(serve: 
     [
         ({"given": {"inner_steps": 7}}, "inner_steps=7 .* inner_steps=5"),
         ({"given": {"wire_dtype": "bf16"}}, "wire_dtype='bf16'"),
-        ({"given": {"overlap_steps": "auto"}}, "overlap_steps='auto' .* overlap_steps=0"),
+        ({"given": {"overlap_steps": 3}}, "overlap_steps=3 .* overlap_steps=0"),
         ({"width": 6}, "its parameter 0 is"),
     ],
 )

@@ -30,11 +30,11 @@ def same_weights(results: list[Result]) -> bool:
         ("bf16", 3, 0),
         ("int8", 1, 2),
         ("sparse", 3, 2),
-        ("int4", 1, "auto"),
+        ("int4", 1, 1),
     ],
 )
 def test_all_workers_hold_the_same_bits(
-    wire_dtype: str, fragments: int, overlap_steps: int | str, diloco_ranks: RankPool, tmp_path: Path
+    wire_dtype: str, fragments: int, overlap_steps: int, diloco_ranks: RankPool, tmp_path: Path
 ) -> None:
     results = diloco_ranks.run(
         fit_diloco,
@@ -82,11 +82,10 @@ def test_a_precision_that_changes_the_default_dtype(
     assert all(math.isfinite(loss) for result in results for loss in result.losses)
 
 
-@pytest.mark.parametrize("overlap_steps", [2, "auto"])
-def test_epochs_and_validations_with_overlap(overlap_steps: int | str, diloco_ranks: RankPool, tmp_path: Path) -> None:
+def test_epochs_and_validations_with_overlap(diloco_ranks: RankPool, tmp_path: Path) -> None:
     results = diloco_ranks.run(
         fit_diloco,
-        options={"inner_steps": 3, "fragments": 2, "overlap_steps": overlap_steps},
+        options={"inner_steps": 3, "fragments": 2, "overlap_steps": 2},
         model=calm_tower,
         pauses={1: 0.004},
         max_epochs=2,

@@ -130,16 +130,6 @@ def test_overlap_ends_before_the_next_send() -> None:
     DiLoCoStrategy(overlap_steps=100, samples_per_round=10_000)
 
 
-def test_overlap_by_itself_needs_rounds_of_several_steps() -> None:
-    for options in ({"inner_steps": 1}, {"inner_steps": 1, "equal_steps": True}):
-        with pytest.raises(OptionError, match="overlap_steps must be left out with inner_steps=1"):
-            DiLoCoStrategy(overlap_steps="auto", **options)
-    for options in ({"inner_steps": 2}, {"samples_per_round": 1}, {}):
-        made = DiLoCoStrategy(overlap_steps="auto", **options)._options
-        assert made.run.overlap.follows_mean
-    assert DiLoCoStrategy()._options.run.overlap_steps == 0
-
-
 @pytest.mark.parametrize(
     ("options", "target"),
     [
@@ -162,8 +152,7 @@ def test_each_name_makes_the_strategy(suffix: str) -> None:
 
 
 @pytest.mark.filterwarnings(r"ignore:[\s\S]*JSONARGPARSE_DEPRECATION_WARNINGS")
-@pytest.mark.parametrize("overlap_steps", [2, "auto"])
-def test_options_come_from_a_config(overlap_steps: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_come_from_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonargparse")
     monkeypatch.setattr("sys.argv", ["train.py"])
     path = tmp_path / "config.yaml"
@@ -171,12 +160,12 @@ def test_options_come_from_a_config(overlap_steps: int | str, tmp_path: Path, mo
         "trainer:\n  accelerator: cpu\n  devices: 2\n  logger: false\n  strategy:\n"
         "    class_path: lightning_bytescheduler.DiLoCoStrategy\n"
         "    init_args:\n      samples_per_round: 64\n      wire_dtype: int8\n"
-        f"      overlap_steps: {overlap_steps}\n"
+        "      overlap_steps: 2\n"
     )
     cli = LightningCLI(BoringModel, run=False, seed_everything_default=1, args=["--config", str(path)])
     run = cli.trainer.strategy._options.run
     assert (run.samples_per_round, run.wire_dtype) == (64, "int8")
-    assert run.overlap_steps == overlap_steps
+    assert run.overlap_steps == 2
 
 
 @pytest.mark.parametrize("size", [None, 1, 0, True, 2.0, "machine"])

@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_bytescheduler.diloco.fragments import Overlap, TrainedWeights
+from lightning_bytescheduler.diloco.coordinator_protocol import run_options
+from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.messages import FromWorker, RoundEnded, SendAfter, StartRound, TrainingOver
 from lightning_bytescheduler.diloco.outer_optimizer import Contribution, Mean, OuterState, Upload
 from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.session import Session
 from lightning_bytescheduler.exceptions import OptionError, SchedulerTimeoutError, UnsupportedError
-
-AUTO = Overlap(steps="auto")
 
 
 class Kept:
@@ -65,7 +64,7 @@ class Worker:
         self,
         number: int = 0,
         *,
-        overlap: Overlap = AUTO,
+        overlap_steps: int = 1,
         fragments: int = 1,
         group: WorkerGroup | None = None,
         begins: bool = True,
@@ -82,7 +81,7 @@ class Worker:
             state=OuterState(weights),
             link=self.transport,
             exchange=self.transport,
-            overlap=overlap,
+            overlap_steps=overlap_steps,
             flush=lambda: None,
             timeout=0.02,
         )
@@ -156,87 +155,32 @@ def test_a_worker_that_has_loaded_another_checkpoint_than_the_others_is_told() -
         worker.session.begin()
 
 
-@pytest.mark.parametrize("beside", [1, 3])
-def test_a_worker_merges_at_the_first_step_after_the_mean_has_come(beside: int) -> None:
-    worker = Worker()
-    sent = worker.send(after=10)
-    worker.step(beside)
-    assert worker.rounds == 0
-    conclude(worker, sent)
-    assert worker.rounds == 0  # in the middle of a step
-    worker.step()
-    assert (worker.rounds, worker.session.round) == (1, 2)
-    assert worker.session._place.counter.steps == beside + 1  # count for the next round
-
-
-ARRIVALS: dict[str, Callable[[Worker, Sending], None]] = {
-    "the mean": lambda worker, sent: sent.mean.set_result(mean_of([sent])),
-    "the end of the round": lambda worker, sent: worker.session.receive(ended(1)),
-    "the next round": lambda worker, sent: worker.session.receive(StartRound(round=2)),
-}
-
-
-@pytest.mark.parametrize("last", list(ARRIVALS))
-def test_it_trains_on_while_anything_is_missing(last: str) -> None:
-    worker = Worker()
-    sent = worker.send(after=12)
-    for what, arrive in ARRIVALS.items():
-        if what != last:
-            arrive(worker, sent)
-    worker.step(4)
-    assert worker.rounds == 0
-    ARRIVALS[last](worker, sent)
-    worker.step()
-    assert worker.rounds == 1
-
-
-def test_after_half_of_its_round_it_waits() -> None:
-    worker = Worker()
+def test_after_its_steps_it_waits() -> None:
+    worker = Worker(overlap_steps=4)
     worker.send(after=9)
     worker.step(3)
     with pytest.raises(SchedulerTimeoutError, match="the end of round 1"):
         worker.step()
 
 
-def test_the_bound_follows_the_last_round() -> None:
-    worker = Worker()
-    for steps, bound in ((8, 4), (20, 10), (3, 1)):
-        sent = worker.send(after=steps - worker.session._place.counter.steps)
-        worker.step(bound - 1)
-        rounds = worker.rounds
-        conclude(worker, sent)
-        worker.step()
-        assert worker.rounds == rounds + 1
-
-
-@pytest.mark.parametrize(
-    ("inner_steps", "taken", "longest"),
-    [(None, 0, 1), (None, 1, 1), (None, 9, 4), (10, 10, 5), (10, 500, 5), (2, 2, 1)],
-)
-def test_the_bound(inner_steps: int | None, taken: int, longest: int) -> None:
-    assert Overlap(steps="auto", inner_steps=inner_steps).longest(taken) == longest
-    assert inner_steps is None or longest < inner_steps
-
-
-def test_a_number_is_the_same_for_all() -> None:
-    overlap = Overlap(steps=3, inner_steps=4)
-    assert [overlap.longest(taken) for taken in (0, 4, 100)] == [3, 3, 3]
-    worker = Worker(overlap=overlap)
+def test_a_worker_merges_after_so_many_steps_which_count_for_the_next_round() -> None:
+    worker = Worker(overlap_steps=3)
     conclude(worker, worker.send(after=10))
     worker.step(2)
     assert worker.rounds == 0
     worker.step()
-    assert worker.rounds == 1
+    assert (worker.rounds, worker.session.round) == (1, 2)
+    assert worker.session._place.counter.steps == 3
 
 
-@pytest.mark.parametrize("steps", [-1, 1.5, True, "soon", None])
+@pytest.mark.parametrize("steps", [-1, 1.5, True, "auto"])
 def test_what_is_no_overlap(steps: Any) -> None:
-    with pytest.raises(OptionError, match="overlap_steps must be a whole number, 0 or more, or 'auto'"):
-        Overlap(steps=steps)
+    with pytest.raises(OptionError, match="overlap_steps must be a whole number, 0 or more"):
+        run_options(overlap_steps=steps)
 
 
 def test_where_all_stand_still_no_next_round_is_waited_for() -> None:
-    worker = Worker()
+    worker = Worker(overlap_steps=2)
     sent = worker.send(after=10)
     worker.step()
     sent.mean.set_result(mean_of([sent]))
@@ -270,18 +214,17 @@ def test_what_it_is_told_beside_the_mean_of_the_next_end_holds_when_said_again()
 
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_workers_that_merge_at_different_steps_have_the_same_global_weights(fragments: int) -> None:
-    """One takes three times as many steps in a round, and as many beside each mean, another number every time."""
-    fast, slow = Worker(0, fragments=fragments), Worker(1, fragments=fragments)
-    beside = [(9, 1), (2, 3), (0, 2), (14, 0), (5, 3)]
-    for round, counts in enumerate(beside, start=1):
+    """One takes three times as many steps in a round, and beside each mean."""
+    fast, slow = Worker(0, fragments=fragments, overlap_steps=9), Worker(1, fragments=fragments, overlap_steps=3)
+    for round in range(1, 6):
         sent = [
             fast.send(after=30 - fast.session._place.counter.steps),
             slow.send(after=10 - slow.session._place.counter.steps),
         ]
         assert {one.contribution.round for one in sent} == {round}
         mean = mean_of(sent)
-        for worker, exchange, count in zip((fast, slow), sent, counts, strict=True):
-            worker.step(count)
+        for worker, exchange in zip((fast, slow), sent, strict=True):
+            worker.step(worker.session.overlap_steps - 1)
             assert worker.rounds == round - 1
             exchange.mean.set_result(mean)
             worker.session.receive(ended(round))
@@ -330,25 +273,22 @@ class Pair(WorkerGroup):
 
 
 def test_all_ranks_of_a_worker_merge_after_the_same_step() -> None:
-    """The leader alone sees that the mean is there; the other one would train on for as long as it knows no bound."""
     shared: dict[str, Any] = {"given": [None, None], "barrier": threading.Barrier(2)}
     module, errors = model(), list[BaseException]()
     seen: dict[int, list[int]] = {0: [], 1: []}
-    arrives = {1: 2, 2: 0, 3: 4}  # steps beside each round's mean
 
     def train(
         session: Session, rank: int, step: Callable[[], None], send: Callable[[], None], arrive: Callable[[], None]
     ) -> None:
         try:
             session.begin()
-            for round, beside in arrives.items():
+            for round in (1, 2, 3):
                 for _ in range(10):
                     step()
                     assert not session.is_due()
                 send()
-                for count in range(beside + 1):
-                    if count == beside:
-                        arrive()
+                arrive()
+                for _ in range(3):
                     step()
                     if session.is_to_merge():
                         session.synchronise()
@@ -359,7 +299,7 @@ def test_all_ranks_of_a_worker_merge_after_the_same_step() -> None:
             shared["barrier"].abort()
 
     follower = Session(
-        worker="worker0", group=Pair(1, shared), trained=trained(module), overlap=AUTO, flush=lambda: None
+        worker="worker0", group=Pair(1, shared), trained=trained(module), overlap_steps=3, flush=lambda: None
     )
     other = threading.Thread(
         target=train,
@@ -367,9 +307,9 @@ def test_all_ranks_of_a_worker_merge_after_the_same_step() -> None:
         daemon=True,
     )
     other.start()
-    leading = Worker(group=Pair(0, shared), begins=False)
+    leading = Worker(group=Pair(0, shared), begins=False, overlap_steps=3)
     train(leading.session, 0, leading.count, leading.session.synchronise, lambda: conclude(leading, leading.last))
     other.join(60.0)
     assert not errors
-    assert seen[0] == seen[1] == [0, 0, 1, 2, 2, 2, 2, 2, 3]
+    assert seen[0] == seen[1] == [0, 0, 1, 1, 1, 2, 2, 2, 3]
     assert all(map(torch.equal, leading.module.parameters(), module.parameters()))

@@ -137,19 +137,6 @@ def test_steps_beside_a_mean_count_for_their_round_after_a_restart(diloco_ranks:
     assert_same_end(fit(diloco_ranks, tmp_path / "rest", saved=saved, **more), whole, after=22)
 
 
-@pytest.mark.slow
-def test_a_restart_with_overlap_by_itself(diloco_ranks: RankPool, tmp_path: Path) -> None:
-    """When workers merge depends on time, and so do the weights; that they are the same on all does not."""
-    more: dict[str, Any] = {"options": {"overlap_steps": "auto", "fragments": 2}, "limit_val_batches": 1}
-    fit(diloco_ranks, tmp_path, steps=(23,), **more)
-    rest = fit(diloco_ranks, tmp_path / "rest", saved=tmp_path / "23.ckpt", **more)
-    assert [one.epoch for one in rest] == [2, 2]
-    assert [one.global_step for one in rest] == [2 * STEPS, 2 * STEPS]
-    assert all(
-        torch.equal(value, rest[1].weights[name]) for name, value in rest[0].weights.items() if "norm" not in name
-    )
-
-
 def test_workers_go_and_come(diloco_ranks: RankPool, tmp_path: Path) -> None:
     """Two workers, then one, then two, each time in the middle of an epoch, which begins anew."""
     first = fit(diloco_ranks, tmp_path, steps=(10,), max_steps=12)

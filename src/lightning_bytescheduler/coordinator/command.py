@@ -49,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rounds.add_argument("--fragments", type=int, metavar="N", help="parts of the model that take turns (default: 1)")
     rounds.add_argument(
         "--overlap-steps",
-        type=_number_or_auto,
+        type=int,
         metavar="N",
-        help="steps from an update to its mean, or auto (default: 0)",
+        help="steps from an update to its mean (default: 0)",
     )
     rounds.add_argument("--wire-dtype", metavar="NAME", help=f"{', '.join(WIRE_DTYPES)} or sparse:0.01 (default: fp32)")
     waiting = parser.add_argument_group("who is waited for")

@@ -37,7 +37,6 @@ import msgspec
 
 from lightning_bytescheduler.checks import require_bool, require_one_of, require_positive, require_share, require_whole
 from lightning_bytescheduler.compression.wire_format import WIRE_DTYPES, WireFormat
-from lightning_bytescheduler.diloco.fragments import Overlap, OverlapSteps
 from lightning_bytescheduler.diloco.messages import AnyMessage, Message, decoded
 from lightning_bytescheduler.diloco.outer_optimizer import SPARSE_DEFAULTS
 from lightning_bytescheduler.diloco.round_end import INNER_STEPS, FastestSteps, FixedSteps, RoundTarget, SampleTarget
@@ -148,7 +147,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     fragments: int = 1
-    overlap_steps: OverlapSteps = 0
+    overlap_steps: int = 0
     wire_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
@@ -173,11 +172,6 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def wire(self) -> WireFormat:
         """How updates and means travel."""
         return wire_named("wire_dtype", self.wire_dtype)
-
-    @property
-    def overlap(self) -> Overlap:
-        """When workers merge."""
-        return Overlap(steps=self.overlap_steps, inner_steps=self.inner_steps)
 
 
 def run_options(**given: Any) -> RunOptions:
@@ -204,7 +198,9 @@ def run_options(**given: Any) -> RunOptions:
     require_positive("outer_lr", options.outer_lr)
     require_share("outer_momentum", options.outer_momentum)
     require_whole("fragments", options.fragments, 1)
-    _ = options.overlap  # checks what it is made of
+    steps, between = require_whole("overlap_steps", options.overlap_steps, 0), options.inner_steps
+    if between is not None and steps >= between:
+        raise OptionError("overlap_steps", steps, f"less than the steps between two sends, inner_steps={between}")
     return options
 
 

@@ -2,15 +2,7 @@
 
 Douillard et al., "Streaming DiLoCo with overlapping communication": the model is cut into P fragments, and each round
 ends with the synchronisation of one of them, in turn. Its mean is merged into the local weights ``overlap_steps`` steps
-later, or as soon as it has arrived. This module also decides how long a worker trains on while its pseudo-gradient
-travels.
-
-With ``"auto"`` a worker merges at the first step boundary at which it need not wait: the mean has arrived, and the
-worker knows that its round has ended and that the next has begun, or that there is none. After half as many steps as
-its last round had, it waits for these. So the bound follows each worker's own pace, and at least half of a round is
-trained on top of the merge. A fast worker may take more steps than a slow one of the same run before it merges.
-
-Workers may merge at different steps, and a worker at a different step in each round:
+later.
 
 - *The global weights depend only on what was sent.* A pseudo-gradient is complete when it is sent, and the round is
   merged from what was sent. Each worker takes the same outer steps with the same means in the order of the rounds,
@@ -23,84 +15,20 @@ Workers may merge at different steps, and a worker at a different step in each r
   worker that still waits for the mean of such a round does not wait for a next round, as none begins before all have
   passed.
 - *A checkpoint* is of the beginning of a round or of a standstill, thus after a merge. A worker's weights and counts at
-  the beginning of a round are its own, as with a fixed number of steps. A worker is at most one merge behind the worker
-  that writes.
-- *No worker waits longer than with a fixed number.* The scheduler's reports include the samples of steps before the
-  merge, and a worker that merges as soon as it can is ready for the next end as soon as it can be.
+  the beginning of a round are its own. A worker is at most one merge behind the worker that writes.
 
 With a coordinator, a worker that learns that it is late or was cut off waits for nothing: it catches up at once.
-
-A worker's own weights between two rounds do depend on the step of the merge, and on the number of steps that it takes
-in a round. So two runs with ``"auto"`` are not equal bit for bit, and neither are two runs by pace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from lightning_bytescheduler.checks import is_whole, require_whole
+from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-
-OverlapSteps: TypeAlias = int | Literal["auto"]
-
-_AUTO = "auto"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Overlap:
-    """How a worker decides when to merge; validated when made.
-
-    Attributes:
-        steps: Steps between sending a pseudo-gradient and merging the mean; 0 waits for the mean, ``"auto"`` merges
-            once it is there.
-        inner_steps: Most steps of a round; ``None`` where samples end it.
-
-    Raises:
-        OptionError: If ``steps`` is neither, or the merge would come after the next pseudo-gradient is sent.
-    """
-
-    steps: OverlapSteps = 0
-    inner_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.steps != _AUTO and not is_whole(self.steps):
-            raise OptionError("overlap_steps", self.steps, f"a whole number, 0 or more, or {_AUTO!r}")
-        if self.inner_steps is None:
-            return
-        if self.steps == _AUTO and self.inner_steps == 1:
-            raise OptionError("overlap_steps", _AUTO, "left out with inner_steps=1: each step ends a round")
-        if isinstance(self.steps, int) and self.steps >= self.inner_steps:
-            raise OptionError(
-                "overlap_steps",
-                self.steps,
-                f"less than the steps between two sends, inner_steps={self.inner_steps}",
-            )
-
-    def __bool__(self) -> bool:
-        """Whether a worker trains on at all."""
-        return self.steps != 0
-
-    @property
-    def follows_mean(self) -> bool:
-        """Whether a worker merges as soon as the mean is there."""
-        return self.steps == _AUTO
-
-    def longest(self, taken: int) -> int:
-        """Steps after which a worker waits for the mean.
-
-        Args:
-            taken: The worker's steps in the round that it has sent.
-        """
-        if isinstance(self.steps, int):
-            return self.steps
-        # A round lasts while the coordinator is away, and may have had many more steps than the next will.
-        most = taken if self.inner_steps is None else min(taken, self.inner_steps)
-        return max(most // 2, 1)
 
 
 def fragment_of(round: int, *, fragments: int) -> int:

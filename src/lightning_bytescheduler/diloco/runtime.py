@@ -240,7 +240,7 @@ class LeadingRuntime(Runtime):
             state=self.state,
             link=link,
             exchange=self._exchange,
-            overlap=options.run.overlap,
+            overlap_steps=options.run.overlap_steps,
             flush=flush,
             timeout=timeout,
         )
@@ -251,7 +251,7 @@ class LeadingRuntime(Runtime):
             world,
             full=options.worker_states,
             timeout=timeout,
-            count=2 if options.run.overlap else 1,
+            count=2 if options.run.overlap_steps else 1,
             own_state=self._own_state,
         )
         self._mailbox = Mailbox(
@@ -293,7 +293,7 @@ class LeadingRuntime(Runtime):
         if resumed is not None and resumed.own is not None and resumed.alike:
             if "samples" in resumed.own:
                 self.state.load_counts(resumed.own)
-            if self.session.overlap and "begun_with" in resumed.own:
+            if self.session.overlap_steps and "begun_with" in resumed.own:
                 self.session.go_on(resumed.own["begun_with"])
         self.states.begun()
 
@@ -315,9 +315,9 @@ class LeadingRuntime(Runtime):
         round already.
         """
         own: dict[str, Any] = {"unsent": self._exchange.state_dict()}
-        if self.session.overlap or len(self.state.samples) > 1:
+        if self.session.overlap_steps or len(self.state.samples) > 1:
             own |= self.state.own_state_dict()
-        if self.session.overlap:
+        if self.session.overlap_steps:
             own["begun_with"] = self.session.done_in_round()
         return own
 
@@ -431,13 +431,13 @@ class CoordinatedRuntime(Runtime):
     def prepare(self) -> None:
         """Make the session, as the run's options say."""
         options = self.options
-        trained = TrainedWeights(self._module, fragments=options.fragments, overlaps=bool(options.overlap))
+        trained = TrainedWeights(self._module, fragments=options.fragments, overlaps=bool(options.overlap_steps))
         session = partial(
             Session,
             worker=self.worker,
             group=self.group,
             trained=trained,
-            overlap=options.overlap,
+            overlap_steps=options.overlap_steps,
             flush=self._flush,
         )
         if self.client is None:

@@ -12,8 +12,7 @@ itself.
 
 At the end of each batch the training thread checks whether there is something to do, which takes no message. If there
 is, it sends what it has trained, waits for the end of the round, takes the outer steps that it is behind, and begins
-the next round. With ``overlap_steps`` it trains on while its update travels. If a merge follows the mean (``"auto"``,
-see ``fragments.py``), the leader alone sees whether the mean has arrived, and tells the others.
+the next round. With ``overlap_steps`` it trains on while its update travels, see ``fragments.py``.
 
 *Standing still.* A round's end may say that it ``halts``: all workers stand still there until each has passed it. Ranks
 that were launched together validate, end an epoch, or stop like this. Then all fragments are synchronised.
@@ -44,7 +43,7 @@ import msgspec
 import torch
 
 from lightning_bytescheduler.diloco.coordinator_protocol import Welcome
-from lightning_bytescheduler.diloco.fragments import Overlap, TrainedWeights
+from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.messages import (
     EndRound,
     FromWorker,
@@ -173,14 +172,12 @@ class Sent:
         said: The message that announced it, with the counts of its round.
         update: What is sent.
         upload: Carries it.
-        longest: Steps after sending it, after which the worker waits.
         steps_since: Steps taken since it was sent.
     """
 
     said: SendingPseudoGradient
     update: Contribution
     upload: Upload
-    longest: int
     steps_since: int = 0
 
     @property
@@ -243,13 +240,11 @@ class Unmerged:
 
     Attributes:
         sent: The pseudo-gradient that is on its way.
-        beside: Steps beside the last mean, at most.
         data: The slices that it was trained on, if a coordinator hands them out.
     """
 
-    def __init__(self, *, beside: int) -> None:
+    def __init__(self) -> None:
         self.sent: Sent | None = None
-        self.beside = beside
         self.data: TrackedTraining | None = None
         self._steps = self._samples = 0  # carried from rounds without a quorum
         self._runs: tuple[TrainedRun, ...] = ()  # trained on, and in no update that counts or is on its way
@@ -330,7 +325,7 @@ class Session:
         worker: The worker's name.
         group: The worker's ranks.
         trained: What is trained.
-        overlap: Decides when an update is merged.
+        overlap_steps: Steps after sending an update, after which it is merged.
         flush: Applies pending updates; called on each rank's training thread before weights are read or replaced.
         state: The global weights; given on the first rank only, as are the next two.
         link: The way to the batch scheduler or the coordinator.
@@ -339,7 +334,7 @@ class Session:
 
     Attributes:
         worker: As given, until a coordinator gives another one.
-        overlap: As given.
+        overlap_steps: As given.
         state: As given, on the first rank.
         statistics: Of this rank.
         round_end: The last round's end.
@@ -362,7 +357,7 @@ class Session:
         worker: str,
         group: WorkerGroup,
         trained: TrainedWeights,
-        overlap: Overlap,
+        overlap_steps: int,
         flush: Callable[[], None],
         state: OuterState | None = None,
         link: Link | None = None,
@@ -370,13 +365,13 @@ class Session:
         timeout: float = 0.0,
     ) -> None:
         self.worker = worker
-        self.overlap = overlap
+        self.overlap_steps = overlap_steps
         self.statistics = SessionStatistics()
         self.round_end: RoundEnded | None = None
         self.version = 0
         self.over = self.halted = self.leads = False
         self.at_begin: Callable[[], None] | None = None
-        self.unmerged = Unmerged(beside=0 if overlap.follows_mean else overlap.longest(0))
+        self.unmerged = Unmerged()
         self._group = group
         self._trained = trained
         self._flush = flush
@@ -530,7 +525,7 @@ class Session:
             self._send()
             self._conclude()
 
-        if self.overlap:  # separately, as a checkpoint may be of the next round's beginning
+        if self.overlap_steps:  # separately, as a checkpoint may be of the next round's beginning
             self.merge_sent()
         self._together(end)
 
@@ -656,19 +651,8 @@ class Session:
             if not self._place.connected:
                 return False
             if (sent := self.unmerged.sent) is not None:
-                return sent.steps_since >= sent.longest or (self.overlap.follows_mean and self._is_concluded(sent))
+                return sent.steps_since >= self.overlap_steps
             return self._late or (self._place.joined and self._place.counter.due)
-
-    def _is_concluded(self, sent: Sent) -> bool:
-        """Whether the worker can merge and begin the next round without a wait, or has to catch up."""
-        if not self._is_there(sent):
-            return False
-        is_last = self.last_round is not None and sent.round >= self.last_round
-        ended = self._place.ends.get(sent.round)
-        # Where all stand still, no round begins before all have passed.
-        halts = ended is not None and ended.halts
-        told = max(self._place.counter.next_round or 0, self._place.ended) > sent.round
-        return self._place.realign or is_last or halts or told
 
     def _is_there(self, sent: Sent) -> bool:
         """Whether the mean and the update's receipt have arrived, or there is nothing to wait for."""
@@ -807,7 +791,7 @@ class Session:
 
     def _synchronise(self) -> None:
         self.check()
-        travels = self.unmerged.sent is None and self._send() and self.overlap and not self._place.counter.closes
+        travels = self.unmerged.sent is None and self._send() and self.overlap_steps and not self._place.counter.closes
         if not travels:
             self._conclude()
 
@@ -837,8 +821,7 @@ class Session:
             self._place.reported = None
             self._post(said)
         update = self._update(self._trained.fragment_of(said.round), said.round, **self.unmerged.take(said))
-        longest = self.overlap.longest(said.steps)
-        self.unmerged.sent = Sent(said=said, update=update, upload=self._start(update), longest=longest)
+        self.unmerged.sent = Sent(said=said, update=update, upload=self._start(update))
         return True
 
     def _send_again(self) -> None:
@@ -873,8 +856,6 @@ class Session:
             ended = self._place.ends.get(round)
         halts = ended is not None and ended.halts
         unmerged, sent, gives_up = self.unmerged, self.unmerged.sent, False
-        if self.overlap.follows_mean:
-            unmerged.beside = 0 if sent is None or sent.round != round else sent.steps_since
         if sent is not None and sent.round == round:
             self._await_receipt(sent)
             unmerged.sent = None
@@ -1082,7 +1063,7 @@ class Session:
     def _pause(self, shows: bool) -> None:
         # A few steps since the last send stay here, as mixing keeps them for the next round. Carried work alone is
         # sent only if others wait for its samples to be in the weights.
-        has_steps = self._place.counter.steps > (self.unmerged.beside if self._trained.mixing else 0)
+        has_steps = self._place.counter.steps > self.overlap_steps
         if self.unmerged.sent is not None or has_steps or (not shows and self.unmerged.has_samples):
             self._hand_in()
         with self._lock:

@@ -207,8 +207,8 @@ class DiLoCoStrategy(RankStrategy):
         outer_lr: Learning rate of the outer Nesterov SGD; 0.7 if left out.
         outer_momentum: Its momentum; 0.9 if left out.
         fragments: Number of parts that the model is cut into; each round synchronises one, in turn.
-        overlap_steps: Steps that a worker takes while its pseudo-gradient travels; 0: it waits. ``"auto"``: until the
-            mean is there, for half of its last round at most.
+        overlap_steps: Steps that a worker takes while its pseudo-gradient travels; 0: it waits. Half of a round's steps
+            hide a slow link, and leave as many on top of each merge.
         wire_dtype: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` on the network; or ``"sparse"``, the largest
             changes alone: 2% of them, or ``"sparse:0.01"``. What int8, int4 and sparse lose in a round is sent in a
             later one. What sparse does not send acts as momentum, so ``outer_lr`` is 1 then, and ``outer_momentum``
@@ -252,7 +252,7 @@ class DiLoCoStrategy(RankStrategy):
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
         fragments: int | None = None,
-        overlap_steps: int | Literal["auto"] | None = None,
+        overlap_steps: int | None = None,
         wire_dtype: str | None = None,
         inner: str | Mapping[str, Any] | None = None,
         coordinator: str | Mapping[str, str] | None = None,
@@ -661,10 +661,11 @@ class DiLoCoStrategy(RankStrategy):
         options, run = self._options, self._options.run
         file = open_rounds_file(trainer, append=append)
         self._open.callback(file.close)
-        trained = TrainedWeights(trainer.lightning_module, fragments=run.fragments, overlaps=bool(run.overlap))
+        trained = TrainedWeights(trainer.lightning_module, fragments=run.fragments, overlaps=bool(run.overlap_steps))
         if not group.leads:
             name = worker_name(world.worker)
-            session = Session(worker=name, group=group, trained=trained, overlap=run.overlap, flush=self.flush)
+            steps = run.overlap_steps
+            session = Session(worker=name, group=group, trained=trained, overlap_steps=steps, flush=self.flush)
             return Runtime(session, board)
         return LeadingRuntime(
             trainer,

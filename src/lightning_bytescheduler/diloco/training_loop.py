@@ -265,7 +265,7 @@ class RoundBoundaries(LoopBoundaries):
         used_up = own_epoch and self._has_batch and loop.batch_progress.current.ready < trainer.num_training_batches
         self._has_batch = False
         wants_validation, stops, epoch, used_up = self._agree(stepped, data_fetcher, own_epoch, used_up)
-        if stepped and session.overlap and session.is_to_merge():
+        if stepped and session.overlap_steps and session.is_to_merge():
             session.synchronise()
         stop = stops or self._reaches_limit(epoch and not (used_up and self._awaits_others()))
         if self._shared_data is not None and (epoch or stop or session.is_due()):
