@@ -100,18 +100,15 @@ class Runtime:
 
     # What the strategy calls.
 
-    def begin(
-        self, boundaries: LoopBoundaries, state: Mapping[str, Any] | None, resumed: Resumed | None = None
-    ) -> None:
+    def begin(self, boundaries: LoopBoundaries, resumed: Resumed | None) -> None:
         """Join the other workers, begin the first round, and take the place of the loop's decisions.
 
         Args:
             boundaries: Of the session.
-            state: What :meth:`state_dict` gave, to carry on from; the leader does.
-            resumed: What the same checkpoint had of this worker.
+            resumed: What a checkpoint had, to carry on from.
         """
         self.boundaries = boundaries
-        self._carry_on(state)
+        self._carry_on(None if resumed is None else resumed.outer)
         self.session.begin()
         if resumed is not None:
             resumed.go_on(boundaries.trainer)

@@ -33,10 +33,8 @@ from lightning_bytescheduler.diloco.fragments import TrainedWeights
 from lightning_bytescheduler.diloco.loaders import share_of, shared_loader
 from lightning_bytescheduler.diloco.options import (
     OPTIONS_ELSEWHERE,
-    WAY_OUT,
     DiLoCoOptions,
     RoundsPlan,
-    batches_left_out,
     common_options,
     ddp_options,
     inner_of,
@@ -276,7 +274,6 @@ class DiLoCoStrategy(RankStrategy):
         self._joint: JointCollectives | None = None
         self._validates_together = False
         self._runtime: Runtime | None = None
-        self._kept_state: Mapping[str, Any] | None = None
         self._resumed: Resumed | None = None
         self._last_state: Mapping[str, Any] | None = None  # of the last fit, once it is over
         self._last_whole: object = None  # path of the last checkpoint that was written in this fit
@@ -300,15 +297,9 @@ class DiLoCoStrategy(RankStrategy):
             self._fit_options = self._options_of_fits(scheduler_options(self._options.inner_options))
 
     @property
-    def inner_size(self) -> int:
-        """Ranks that train together as one worker."""
-        options = self._options
-        return 1 if options.inner is None else options.ranks_per_worker(on_node=self.num_processes, ranks=self.ranks)
-
-    @property
     def world_size(self) -> int:
         """Ranks that train together as one worker."""
-        return self.inner_size
+        return self._options.ranks_per_worker(on_node=self.num_processes, ranks=self.ranks)
 
     @property
     def ranks(self) -> int:
@@ -318,12 +309,12 @@ class DiLoCoStrategy(RankStrategy):
     @property
     def workers(self) -> int:
         """How many workers there are."""
-        return self.ranks // self.inner_size
+        return self.ranks // self.world_size
 
     @property
     def worker(self) -> int:
         """Number of this rank's worker, from 0."""
-        return self.global_rank // self.inner_size
+        return self.global_rank // self.world_size
 
     @property
     def statistics(self) -> SessionStatistics | None:
@@ -354,7 +345,7 @@ class DiLoCoStrategy(RankStrategy):
             if not any(isinstance(callback, PerformanceMonitor) for callback in callbacks_of(trainer)):
                 added.append(PerformanceMonitor())
             self._open.enter_context(with_callbacks(trainer, added))
-            self._open.enter_context(worker_signals(trainer, self.cluster_environment, together=self.inner_size > 1))
+            self._open.enter_context(worker_signals(trainer, self.cluster_environment, together=self.world_size > 1))
             self._share(trainer)
 
     def _share(self, trainer: pl.Trainer) -> None:
@@ -400,7 +391,7 @@ class DiLoCoStrategy(RankStrategy):
             self._world = WorkerWorld.join(
                 rank=self.global_rank,
                 size=self.ranks,
-                inner_size=self.inner_size,
+                inner_size=self.world_size,
                 backend=self._process_group_backend,
                 timeout=self._timeout,
                 meet=self._meet_all,
@@ -449,7 +440,7 @@ class DiLoCoStrategy(RankStrategy):
                 runtime.prepare()
                 leads_only = for_leader_only(module.trainer, lambda: runtime.leads, runtime.end_all)
                 self._open.enter_context(leads_only)
-            if self.inner_size == 1:
+            if self.world_size == 1:
                 return
             self.begin_fit()
             super().configure_ddp()
@@ -481,7 +472,7 @@ class DiLoCoStrategy(RankStrategy):
             self._open.close()
         finally:
             self._runtime = self._slices = self._board = self._world = None
-            self._joint = self._resumed = self._kept_state = None
+            self._joint = self._resumed = None
 
     def _stop(self, runtime: Runtime) -> None:
         idle, self._idle = self._idle, False
@@ -574,16 +565,11 @@ class DiLoCoStrategy(RankStrategy):
             self._say_not_written()
             return
         with nullcontext() if self._board is None else self._board.patient():
-            if self._runtime is not None and self._runtime.states is not None:
-                self._runtime.states.complete(checkpoint)
-            if self._runtime is None and self._last_state is not None and "optimizer_states" in checkpoint:
-                checkpoint[OUTER_STATE] = self._last_state
-                if self._address is None and self.workers > 1:
-                    rank_zero_warn(
-                        "diloco: a checkpoint that is written after the fit lacks the own states of all workers but "
-                        "the first. If training goes on from it, they get worker 0's optimizer. One that "
-                        "ModelCheckpoint writes has them."
-                    )
+            outer = self._last_state if self._runtime is None else self._runtime.state_dict()
+            if outer is not None and "optimizer_states" in checkpoint:
+                checkpoint[OUTER_STATE] = outer
+                if self._runtime is not None and self._runtime.states is not None:
+                    self._runtime.states.complete(checkpoint, outer)
             if self._runtime is None or self._runtime.leads:
                 super().save_checkpoint(checkpoint, filepath, storage_options)
                 self._last_whole = filepath
@@ -597,8 +583,8 @@ class DiLoCoStrategy(RankStrategy):
         checkpoint = super().load_checkpoint(*args, **kwargs)
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            alone = self._address is not None  # each worker is a training of its own
-            self._resumed = Resumed.from_checkpoint(checkpoint, 0 if alone else self.worker, self.workers)
+            workers = 0 if self._address is not None else self.workers  # a coordinator's are trainings of their own
+            self._resumed = Resumed.from_checkpoint(checkpoint, self.worker, workers)
         return checkpoint
 
     # ------------------------------------------------------------------ rounds (called by callbacks)
@@ -608,8 +594,8 @@ class DiLoCoStrategy(RankStrategy):
         module, world, board, runtime = self.lightning_module, self._world, self._board, self._runtime
         if module is None or world is None or board is None or self._boundaries is not None:
             return
-        trainer, state, self._kept_state = module.trainer, self._kept_state, None
-        resumed, group = None, WorkerGroup(world.inside, timeout=self._longest_wait_s, no_hope=board.no_hope)
+        trainer, resumed = module.trainer, self._resumed
+        group = WorkerGroup(world.inside, timeout=self._longest_wait_s, no_hope=board.no_hope)
         boundaries: LoopBoundaries
         if isinstance(runtime, CoordinatedRuntime):
             data = None if self._slices is None else self._slices.training
@@ -619,8 +605,7 @@ class DiLoCoStrategy(RankStrategy):
                 trainer, runtime.session, group=runtime.group, leads=runtime.leads, data=data
             )
         else:
-            resumed = self._resumed
-            self._runtime = runtime = self._runtime_of(trainer, world, group, board, append=state is not None)
+            self._runtime = runtime = self._runtime_of(trainer, world, group, board, append=resumed is not None)
             self._open.callback(self._stop, runtime)
             boundaries = RoundBoundaries(
                 trainer,
@@ -630,7 +615,7 @@ class DiLoCoStrategy(RankStrategy):
                 together=self._validating_together,
                 explained=self._explained,
                 shared_data=None if self._slices is None else self._slices.training,
-                of_workers=self._of_workers,
+                joint=JointCollectives(world.everyone),
             )
             self._plan = RoundsPlan(
                 workers=world.workers,
@@ -642,17 +627,9 @@ class DiLoCoStrategy(RankStrategy):
         self._statistics = runtime.session.statistics
         self._open.callback(boundaries.detach)
         with self._explained():
-            runtime.begin(boundaries, state, resumed)
+            runtime.begin(boundaries, resumed)
         if resumed is not None and share_of(trainer) is not None:
             self._open.enter_context(loader_resumes())
-
-    def _of_workers(self, own: int) -> Sequence[int]:
-        """Return a number for each worker: the largest of its ranks' numbers, or a negative one if a rank has one."""
-        if self._joint is None:
-            return (own,)
-        with self._explained():
-            numbers = self._joint.gather(torch.tensor(own)).reshape(-1, self.inner_size)
-        return [min(row) if min(row) < 0 else max(row) for row in numbers.tolist()]
 
     def _runtime_of(
         self, trainer: pl.Trainer, world: WorkerWorld, group: WorkerGroup, board: FaultBoard, *, append: bool
@@ -707,19 +684,12 @@ class DiLoCoStrategy(RankStrategy):
                     self._runtime.session.finish()
                     if self._runtime.states is not None:
                         self._runtime.states.over()
-                    if self._plan is not None:
-                        self._say_end(self._plan, self._runtime.session.statistics)
-
-    def _say_end(self, plan: RoundsPlan, known: SessionStatistics) -> None:
-        totals = [sum(counts) for counts in zip(*plan.left_out.values(), strict=True)]
-        left = f" Left out in all: batches, {batches_left_out(totals)}." if totals else ""
-        if left and not plan.run.equal_steps:
-            left += f" {WAY_OUT}"
-        rank_zero_info(
-            f"diloco: {known.rounds} rounds with {known.merged_samples} samples of all workers. Worker 0 took "
-            f"{known.steps} steps, and waited {known.start_s:.3g} s for rounds to begin and {known.exchange_s:.3g} s "
-            f"for means.{left}"
-        )
+                    known = self._runtime.session.statistics
+                    rank_zero_info(
+                        f"diloco: {known.rounds} rounds with {known.merged_samples} samples of all workers. Worker 0 "
+                        f"took {known.steps} steps, and waited {known.start_s:.3g} s for rounds to begin and "
+                        f"{known.exchange_s:.3g} s for means."
+                    )
 
     def report_batch(self, *, samples: int, loss: float | None) -> None:
         """Take note of a batch; reported to the scheduler with the step that it is part of."""
@@ -744,7 +714,7 @@ class DiLoCoStrategy(RankStrategy):
 
 
 class RoundHooks(pl.Callback):
-    """Starts and ends the rounds of a training, publishes failures, and keeps the outer state in checkpoints.
+    """Starts and ends the rounds of a training, and publishes failures.
 
     It runs before all other callbacks. The strategy's own hooks would come too late at these moments.
 
@@ -786,27 +756,6 @@ class RoundHooks(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Bring all workers to the global weights, before other callbacks look at them."""
         self._strategy.end_rounds()
-
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Keep the outer state."""
-        strategy = self._strategy
-        state = None if strategy._runtime is None or strategy._failed else strategy._runtime.state_dict()
-        if state is not None:
-            checkpoint[OUTER_STATE] = state
-
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Take the outer state from the checkpoint; one of another strategy has none."""
-        state = checkpoint.get(OUTER_STATE)
-        if state is None:
-            rank_zero_info(
-                "diloco: the checkpoint is of another strategy. Weights, inner optimizer and progress go on; rounds "
-                "and the outer optimizer begin anew."
-            )
-        self._strategy._kept_state = state
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Publish the failure before other callbacks or the teardown can block."""

@@ -29,11 +29,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch.utils.data import DistributedSampler
 
 from lightning_bytescheduler.ddp.rank_strategy import callbacks_of
 from lightning_bytescheduler.diloco.options import batches_left_out
-from lightning_bytescheduler.diloco.process_groups import WorkerGroup
+from lightning_bytescheduler.diloco.process_groups import JointCollectives, WorkerGroup
 from lightning_bytescheduler.diloco.session import Session
 from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.lightning_api import Checkpoint, pl, rank_zero_info
@@ -172,7 +173,7 @@ class RoundBoundaries(LoopBoundaries):
         together: Makes the context in which all workers validate together.
         explained: Turns an error of an exchange into its cause.
         shared_data: The training data, if all workers share it.
-        of_workers: Collects a number of each worker, the largest of its ranks; all ranks call it while all stand still.
+        joint: Joins all ranks; is used while all stand still.
 
     Attributes:
         left_out: See ``RoundsPlan``.
@@ -185,14 +186,14 @@ class RoundBoundaries(LoopBoundaries):
         *,
         group: WorkerGroup,
         first_worker: bool,
+        joint: JointCollectives,
         together: Callable[[], AbstractContextManager[None]],
         explained: Callable[[], AbstractContextManager[None]] = nullcontext,
         shared_data: TrackedTraining | None = None,
-        of_workers: Callable[[int], Sequence[int]] = lambda own: (own,),
     ) -> None:
         super().__init__(trainer, session, group=group)
         self.left_out: dict[int, Sequence[int]] = {}
-        self._of_workers = of_workers
+        self._joint = joint
         self._first_worker = first_worker
         self._together = together
         self._explained = explained
@@ -354,7 +355,8 @@ class RoundBoundaries(LoopBoundaries):
         """
         batches: float = self.trainer.num_training_batches  # inf, where a loader has no length
         left = 0.0 if own_epoch_ends else batches - self._loop.batch_progress.current.ready
-        counts = self._of_workers(-1 if left == float("inf") else max(int(left), 0))
+        number = torch.tensor(-1 if left == float("inf") else max(int(left), 0))
+        counts = self._joint.gather(number)[:: self._group.size].tolist()  # the leaders'
         if any(counts):
             self.left_out[epoch] = counts
             rank_zero_info(f"diloco: epoch {epoch} leaves out batches: {batches_left_out(counts)}.")

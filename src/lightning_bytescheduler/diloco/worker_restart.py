@@ -43,7 +43,7 @@ from lightning_bytescheduler.diloco.outer_optimizer import copied
 from lightning_bytescheduler.diloco.process_groups import WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.session import Session
 from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError, UnsupportedError
-from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
+from lightning_bytescheduler.lightning_api import pl, rank_zero_info, rank_zero_warn
 
 log = logging.getLogger(__name__)
 
@@ -187,10 +187,10 @@ class WorkerStates:
         """The last round is over, and this worker has the global weights, by whichever way it got them."""
         self._keep_halted(after_batch=False)
 
-    def complete(self, checkpoint: dict[str, Any]) -> None:
+    def complete(self, checkpoint: dict[str, Any], outer: dict[str, Any]) -> None:
         """On the first worker: make a checkpoint one of a single moment, with all workers' states at it."""
-        last, outer = self._last, checkpoint.get(OUTER_STATE)
-        if self._caller is None or last is None or outer is None or "optimizer_states" not in checkpoint:
+        last = self._last
+        if last is None:
             return
         moment, own = last
         if not moment.halted:
@@ -288,19 +288,21 @@ class WorkerStates:
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """What a checkpoint has of the worker of a rank that goes on from it.
+    """What a checkpoint has for a rank that goes on from it.
 
     Attributes:
+        outer: What ``Runtime.state_dict`` gave.
         own: The worker's state, if the checkpoint has it.
         alike: Whether there were as many workers as now.
     """
 
+    outer: Mapping[str, Any]
     own: Mapping[str, Any] | None
     alike: bool
 
     @classmethod
     def from_checkpoint(cls, checkpoint: dict[str, Any], worker: int, workers: int) -> Resumed | None:
-        """Put this worker's state into Lightning's places.
+        """Put this worker's state into Lightning's places; ``None`` for a checkpoint of another strategy.
 
         Args:
             checkpoint: The loaded checkpoint; is changed, and the other workers' states are removed.
@@ -311,17 +313,21 @@ class Resumed:
             UnsupportedError: If the checkpoint's outer state is damaged; names what is missing.
         """
         outer = checkpoint.get(OUTER_STATE)
+        if outer is None:
+            rank_zero_info(
+                "diloco: the checkpoint is of another strategy. Weights, inner optimizer and progress go on; rounds "
+                "and the outer optimizer begin anew."
+            )
+            return None
         known = outer if isinstance(outer, Mapping) else {}
         lacks = [f"{part}.{name}" for part, name in _PARTS if name not in (known.get(part) or ())]
-        if outer is not None and lacks:
+        if lacks:
             raise UnsupportedError(
                 f"The checkpoint's entry {OUTER_STATE!r} is damaged, or is not this strategy's: it lacks "
                 f"{', '.join(lacks)}. Without that entry, weights and the inner optimizer go on, and rounds and the "
                 "outer optimizer begin anew."
             )
-        of = None if outer is None else outer.pop(_WORKERS, None)
-        if of is None:
-            return None
+        of = outer.pop(_WORKERS, [])  # a coordinator's run keeps none
         own = of[worker] if worker < len(of) else None
         if worker and own is not None:
             put_back(own, checkpoint, is_last_batch=checkpoint["loops"]["fit_loop"][_PROGRESS]["is_last_batch"])
@@ -333,7 +339,7 @@ class Resumed:
                 f"diloco: the checkpoint lacks the own states of workers {lacking}. They go on with worker 0's "
                 "optimizer and place in the epoch."
             )
-        return cls(own=own, alike=len(of) == workers)
+        return cls(outer=outer, own=own, alike=len(of) == workers)
 
     def go_on(self, trainer: pl.Trainer) -> None:
         """Put this worker's own state where Lightning has no place for it, before the first batch.
