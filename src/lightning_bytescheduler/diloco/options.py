@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-import msgspec
-
 from lightning_bytescheduler.checks import is_whole, require_bool, require_known
 from lightning_bytescheduler.ddp.ddp_arguments import ELSEWHERE, check_ddp_options, known_ddp_options
 from lightning_bytescheduler.diloco.coordinator_protocol import RunOptions, run_options
@@ -23,7 +21,6 @@ _INNER = ("ddp", "bytescheduler")
 _NODE = "node"
 _SCHEDULED = ("partition_size", "credit", "cross_barrier", "mode", "timeline", "debug")
 _LAUNCH = ("accelerator", "parallel_devices", "process_group_backend", "start_method", "timeout")
-_REFUSED = ("tuning", "log_metrics")
 
 OPTIONS_ELSEWHERE = {
     **ELSEWHERE,
@@ -217,13 +214,9 @@ def scheduler_options(given: Mapping[str, Any]) -> SchedulerOptions:
     """The scheduler's options among those that were given.
 
     Raises:
-        OptionError: If one has a value that is not allowed, or has no meaning inside a worker.
+        OptionError: If one has a value that is not allowed.
     """
-    for option in _REFUSED:
-        if given.get(option):
-            raise OptionError("inner", dict(given), f"without {option}, which is for strategy 'bytescheduler' alone")
-    own = {name: given[name] for name in _SCHEDULED if name in given}
-    return SchedulerOptions.resolve(**own, tuning=False)
+    return SchedulerOptions.resolve(**{name: given[name] for name in _SCHEDULED if name in given}, tuning=False)
 
 
 def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,21 +232,16 @@ def ddp_options(inner: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
         **ELSEWHERE,
         **dict.fromkeys((*own, *_LAUNCH), "It is an option of DiLoCoStrategy itself."),
         **dict.fromkeys(_SCHEDULED, "Only strategy 'bytescheduler' has it."),
+        **dict.fromkeys(("tuning", "log_metrics"), "Only a strategy 'bytescheduler' of the Trainer has it."),
     }
-    known = [*_SCHEDULED * scheduled, *known_ddp_options()]
-    require_known(
-        {name: value for name, value in given.items() if name not in _REFUSED or not scheduled},
-        known,
-        of="inner",
-        elsewhere=elsewhere,
-    )
+    require_known(given, [*_SCHEDULED * scheduled, *known_ddp_options()], of="inner", elsewhere=elsewhere)
     check_ddp_options(given, scheduled=scheduled)
-    if scheduled:
-        given = {name: value for name, value in given.items() if name not in (*_SCHEDULED, *_REFUSED)}
-    return {"bucket_cap_mb": None, "gradient_as_bucket_view": True, **given} if scheduled else dict(given)
+    if not scheduled:
+        return dict(given)
+    own_of_ddp = {name: value for name, value in given.items() if name not in _SCHEDULED}
+    return {"bucket_cap_mb": None, "gradient_as_bucket_view": True, **own_of_ddp}
 
 
 def common_options(options: DiLoCoOptions) -> dict[str, object]:
     """What must be the same on all ranks, by name."""
-    common = {name: getattr(options, name) for name in _NAMES} | msgspec.structs.asdict(options.run)
-    return common | {f"outer_{name}": options.outer_step[name] for name in ("lr", "momentum")}  # None: a checkpoint's
+    return {name: getattr(options, name) for name in _NAMES} | dict(options.given)

@@ -40,14 +40,6 @@ _INSIDE = 4  # times the timeout: a wait for a leader has a shorter limit of its
 _SLICE = timedelta(seconds=1)
 _PATIENCE = 3.0  # times the timeout: the leader may have several waits in a row, and reports its own timeouts
 _DIMENSIONS = 16  # most dimensions of a tensor
-_OPERATIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
-}
 
 # Stores by rank and size, kept while the process lives, as torch keeps a default group's; and how often each was used.
 _stores: dict[tuple[int, int], dist.Store] = {}
@@ -197,12 +189,12 @@ class JointCollectives:
             tensor: Of the same shape on all ranks.
             operation: ``"mean"`` (also ``None``), ``"sum"``, ``"max"``, ``"min"``, ``"product"``, or one of torch's.
         """
-        name = "mean" if operation is None else str(operation).rsplit(".", 1)[-1].lower()
-        copy = tensor.detach().to("cpu", copy=True)
-        if name in ("mean", "avg") and not copy.is_floating_point():
+        name = "MEAN" if operation is None else str(operation).rsplit(".", 1)[-1].upper()
+        copy, is_mean = tensor.detach().to("cpu", copy=True), name in ("MEAN", "AVG")
+        if is_mean and not copy.is_floating_point():
             copy = copy.float()
-        reduce_with(self.group, copy, _OPERATIONS[name]).wait()
-        if name in ("mean", "avg"):
+        reduce_with(self.group, copy, getattr(dist.ReduceOp, "SUM" if is_mean else name)).wait()
+        if is_mean:
             copy /= self.group.size()
         return copy.to(tensor.device)
 
@@ -325,9 +317,7 @@ class WorkerGroup:
         letters = list(text.encode()) if self.leads else []
         length = torch.tensor([len(letters)], device="cpu")
         self._broadcast(length)
-        content = torch.zeros(int(length), dtype=torch.uint8)
-        if self.leads:
-            content = torch.tensor(letters, dtype=torch.uint8)
+        content = torch.tensor(letters or [0] * int(length), dtype=torch.uint8, device="cpu")
         self._broadcast(content)
         return bytes(content.tolist()).decode()
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_bytescheduler.collectives.completion import CompletionThread
-from lightning_bytescheduler.collectives.operations import StartedOperation, shard_of
+from lightning_bytescheduler.collectives.operations import StartedOperation, others_of, shard_of
 from lightning_bytescheduler.compression.wire_format import WireFormat
 from lightning_bytescheduler.diloco.outer_optimizer import Contribution, Mean, Upload
 from lightning_bytescheduler.diloco.weighted_mean import WeightedMean
@@ -247,12 +247,13 @@ class _Swap:
         part, result = self.own[span], self.result[span]
         unsent = None if self.residuals is None or not self.weight else self.residuals.own[span]
         payloads = {
-            worker: self._pack(self.weight, part[slice(*shard)], number, unsent=_part(unsent, shard))
+            worker: self._pack(part[slice(*shard)], number, _part(unsent, shard))
             for worker, shard in self._shards(size).items()
         }
         own = payloads.pop(self.group.rank(), None)
         shard = shard_of(size, self.group.rank(), self.group.size())
-        received = {} if own is None else {w: self._buffer(_length(shard), self.wire) for w in self._others()}
+        others = others_of(self.group)
+        received = {} if own is None else {w: self._buffer(_length(shard), self.wire) for w in others}
 
         def merge() -> StartedOperation:
             mean = None if self.residuals is None else _part(self.residuals.mean[span], shard)
@@ -262,15 +263,14 @@ class _Swap:
 
     def _share(self, result: Tensor, number: int, versions: list[Tensor], unsent: Tensor | None) -> StartedOperation:
         """Send the mean of this worker's shard to all, and receive theirs."""
-        shards = self._shards(result.numel())
-        rank = self.group.rank()
+        shards, rank, others = self._shards(result.numel()), self.group.rank(), others_of(self.group)
         payloads: dict[int, Tensor] = {}
         if versions:
             payload = self._merged(versions, _length(shards[rank]), number + 1, unsent)
             self._place(result, shards[rank], payload)
-            payloads = dict.fromkeys(self._others(), payload)
+            payloads = dict.fromkeys(others, payload)
         means = self.wire.of_means
-        received = {w: self._buffer(_length(shards[w]), means) for w in self._others() if w in shards}
+        received = {w: self._buffer(_length(shards[w]), means) for w in others if w in shards}
 
         def place() -> None:
             for worker, payload in received.items():
@@ -285,10 +285,12 @@ class _Swap:
             weight = _weight(version)
             if weight:
                 sums.add(version[_HEADER:], self.wire, weight=weight)
-        if not sums.added:
-            return self._pack(0, torch.zeros(length, dtype=torch.float32), number, wire=self.wire.of_means)
-        message = self._buffer(length, self.wire.of_means, sums.weight)
-        sums.encode_mean(self.wire.of_means, seed=self._seed(number), out=message[_HEADER:], residual=unsent)
+        means, seed = self.wire.of_means, self._seed(number)
+        message = self._buffer(length, means, sums.weight)
+        if sums.added:
+            sums.encode_mean(means, seed=seed, out=message[_HEADER:], residual=unsent)
+        else:
+            means.encode(torch.zeros(length, dtype=torch.float32), seed=seed, out=message[_HEADER:])
         return message
 
     def _messages(self, received: dict[int, Tensor], sent: dict[int, Tensor], number: int) -> list[dist.Work]:
@@ -302,28 +304,14 @@ class _Swap:
         shards = {worker: shard_of(size, worker, workers) for worker in range(workers)}
         return {worker: shard for worker, shard in shards.items() if _length(shard)}
 
-    def _others(self) -> list[int]:
-        """The other workers, beginning with the next: no two send to the same one first."""
-        workers, rank = self.group.size(), self.group.rank()
-        return [(rank + distance) % workers for distance in range(1, workers)]
-
     def _buffer(self, length: int, wire: WireFormat, weight: int = 0) -> Tensor:
         message = torch.empty(_HEADER + wire.payload_bytes(length), dtype=torch.uint8)
         message[:_HEADER] = torch.tensor([weight]).view(torch.uint8)
         return message
 
-    def _pack(
-        self,
-        weight: int,
-        values: Tensor,
-        number: int,
-        *,
-        unsent: Tensor | None = None,
-        wire: WireFormat | None = None,
-    ) -> Tensor:
-        wire = self.wire if wire is None else wire
-        message = self._buffer(values.numel(), wire, weight)
-        wire.encode(values, seed=self._seed(number), out=message[_HEADER:], residual=unsent)
+    def _pack(self, values: Tensor, number: int, unsent: Tensor | None) -> Tensor:
+        message = self._buffer(values.numel(), self.wire, self.weight)
+        self.wire.encode(values, seed=self._seed(number), out=message[_HEADER:], residual=unsent)
         return message
 
     def _seed(self, number: int) -> int:
