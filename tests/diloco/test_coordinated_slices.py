@@ -18,6 +18,7 @@ from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.slice_routes import SliceRoutes
 from lightning_bytescheduler.coordinator.status import RunStatus
 from lightning_bytescheduler.diloco.coordinator_client import Answer
+from lightning_bytescheduler.diloco.process_groups import WorkerGroup
 from lightning_bytescheduler.diloco.training_loop import CoordinatedBoundaries
 from lightning_bytescheduler.diloco.worker_slices import CoordinatedSlices
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, RankFailedError, SchedulerTimeoutError
@@ -277,8 +278,12 @@ class Answering:
 GIVEN_UP = Answer(status=403, headers={}, body=b'{"error": "no session of this run"}')
 
 
+def runtime_with(client: Any) -> Any:
+    return Mock(client=client, group=WorkerGroup())
+
+
 def connected(client: Any, check: Any = lambda: None, timeout: float = 30.0) -> CoordinatedSlices:
-    slices = CoordinatedSlices(Mock(), lambda: client, idle=Mock(), timeout=timeout, check=check)
+    slices = CoordinatedSlices(Mock(), runtime_with(client), timeout=timeout, check=check)
     assert slices.connect(Mock()) is slices
     return slices
 
@@ -330,6 +335,6 @@ def test_a_request_for_slices_says_what_has_ended_the_training() -> None:
 def test_it_says_whether_the_plan_has_ended(halts: bool) -> None:
     training = Mock(spec=TrackedTraining)
     training.halt.return_value = halts
-    slices = CoordinatedSlices(Mock(training=training), Mock(), idle=Mock(), timeout=1.0, check=lambda: None)
+    slices = CoordinatedSlices(Mock(training=training), runtime_with(Mock()), timeout=1.0, check=lambda: None)
     slices.connect(Mock())
     assert slices.close(failed=True) is halts

@@ -177,7 +177,7 @@ def test_sizes_of_workers(size: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"inner": {"tuning": "credit"}}, "without tuning"),
+        ({"inner": {"tuning": "credit"}}, "no option 'tuning'. Only a strategy 'bytescheduler' of the Trainer has it"),
         ({"inner": {"credit": 0}}, "credit=0"),
         ({"inner": {"static_graph": "no"}}, "static_graph='no'.*True or False"),
         ({"inner": {"timeout": 30}}, "no option 'timeout'. It is an option of DiLoCoStrategy itself"),

@@ -51,7 +51,7 @@ class Workers:
             full=True,
             timeout=4 * limit,
             count=count,
-            own_state=dict,
+            unsent=dict,
         )
 
     def check(self) -> None:

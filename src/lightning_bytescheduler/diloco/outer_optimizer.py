@@ -284,16 +284,6 @@ class OuterState:
             del state["weights"]
         return state
 
-    def own_state_dict(self) -> dict[str, Any]:
-        """Return this worker's own weights, and its samples since each fragment was sent."""
-        weights = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self._parameters.items()}
-        return {"weights": weights, "samples": list(self.samples)}
-
-    def load_counts(self, state: Mapping[str, Any]) -> None:
-        """Restore the counts of :meth:`own_state_dict`, unless they are of other fragments."""
-        if len(state["samples"]) == len(self.samples):
-            self.samples = list(state["samples"])
-
     def full_state(self) -> dict[str, Any]:
         """Return :meth:`state_dict` with the weights, whatever their type."""
         return {**self.state_dict(), "weights": dict(self.weights)}

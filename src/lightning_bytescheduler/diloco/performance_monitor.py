@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_bytescheduler.checks import options_by_name, require_bool
+from lightning_bytescheduler.checks import options_by_name, require_bool, require_whole
 from lightning_bytescheduler.ddp.sample_weights import samples_in
-from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
+from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.lightning_api import pl, rank_zero_warn
 from lightning_bytescheduler.registration import require_same_package
 
@@ -90,7 +89,7 @@ class PerformanceMonitor(pl.Callback):
         if not hasattr(strategy, "report_batch"):
             return
         strategy.report_batch(
-            samples=_positive("batch_samples(batch)", self.batch_samples(batch)),
+            samples=_whole("batch_samples(batch)", self.batch_samples(batch)),
             loss=self._loss(outputs),
         )
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
@@ -111,15 +110,9 @@ class PerformanceMonitor(pl.Callback):
         return None if before is None else _finite(before)
 
 
-def _positive(method: str, value: Any) -> int:
-    """Return a whole number above 0 that ``method`` returned, perhaps as a NumPy number or a tensor of one element."""
-    try:
-        number = operator.index(value)
-    except (TypeError, RuntimeError, ValueError):
-        number = -1
-    if isinstance(value, bool) or number < 1:
-        raise OptionError(method, value, "a whole number, 1 or more")
-    return number
+def _whole(method: str, value: Any) -> int:
+    """Return what ``method`` returned, perhaps as a NumPy number or a tensor of one element."""
+    return require_whole(method, getattr(value, "item", lambda: value)(), 1)
 
 
 def _finite(loss: Tensor) -> float | None:

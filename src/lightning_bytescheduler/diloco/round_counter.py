@@ -64,11 +64,6 @@ class RoundCounter:
             counter._loss = _mean_of(self._loss, self._loss_of_sent)
         return counter
 
-    def go_on(self, *, steps: int, samples: int) -> None:
-        """Count steps that a checkpoint has of this round, taken while the last round's mean was under way."""
-        self.steps, self.samples = self.steps + steps, self.samples + samples
-        self._acknowledged = self.steps  # as in start()
-
     @property
     def due(self) -> bool:
         """Whether the pseudo-gradient is to be sent before another step is taken."""

@@ -112,15 +112,13 @@ class Runtime:
         self.session.begin()
         if resumed is not None:
             resumed.go_on(boundaries.trainer)
-        self._keep_states(resumed)
+        if self.states is not None:
+            self.states.begun()
         boundaries.attach(self.states)
 
     def _carry_on(self, state: Mapping[str, Any] | None) -> None:
         if state is not None and self.state is not None:
             self.state.load_state_dict(state["outer"])
-
-    def _keep_states(self, resumed: Resumed | None) -> None:
-        """Begin to keep what a checkpoint is to have of this worker."""
 
     @property
     def leads(self) -> bool:
@@ -249,7 +247,7 @@ class LeadingRuntime(Runtime):
             full=options.worker_states,
             timeout=timeout,
             count=2 if options.run.overlap_steps else 1,
-            own_state=self._own_state,
+            unsent=self._exchange.state_dict,
         )
         self._mailbox = Mailbox(
             world.store,
@@ -285,15 +283,6 @@ class LeadingRuntime(Runtime):
             self._rounds.start(rounds_over)
         self.session.stand_at(rounds_over)
 
-    def _keep_states(self, resumed: Resumed | None) -> None:
-        """Count on from what :meth:`_own_state` gave; its weights are the module's."""
-        if resumed is not None and resumed.own is not None and resumed.alike:
-            if "samples" in resumed.own:
-                self.state.load_counts(resumed.own)
-            if self.session.overlap_steps and "begun_with" in resumed.own:
-                self.session.go_on(resumed.own["begun_with"])
-        self.states.begun()
-
     def state_dict(self) -> dict[str, Any] | None:
         """See Runtime; ``None`` on all workers but the first."""
         if self._rounds is None:
@@ -303,20 +292,6 @@ class LeadingRuntime(Runtime):
             "rounds": {"round": self._rounds.rounds_over},
             "unsent": self._exchange.state_dict(),
         }
-
-    def _own_state(self) -> dict[str, Any]:
-        """What this worker alone has at the begin of a round.
-
-        What is left to be sent; and where fragments or overlap leave something of the last round open, its weights,
-        which are not the global ones, and what they were trained on, and with overlap the steps that count for this
-        round already.
-        """
-        own: dict[str, Any] = {"unsent": self._exchange.state_dict()}
-        if self.session.overlap_steps or len(self.state.samples) > 1:
-            own |= self.state.own_state_dict()
-        if self.session.overlap_steps:
-            own["begun_with"] = self.session.done_in_round()
-        return own
 
     def _end_session(self, error: BaseException) -> None:
         super()._end_session(error)

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -591,17 +591,6 @@ class Session:
             hurries: Returns whether to stop waiting for a coordinator that is away; called while it is.
         """
         self._together(lambda: self._leave(quickly, for_all, hurries))
-
-    def done_in_round(self) -> dict[str, int]:
-        """Return this round's counts by name; right after a merge, those of the steps since the send. On the leader."""
-        with self._lock:
-            counter = self._place.counter
-            return {"steps": counter.steps, "samples": counter.samples}
-
-    def go_on(self, done: Mapping[str, int]) -> None:
-        """After a restart, continue the first round's counts from :meth:`done_in_round`; before its first step."""
-        with self._lock:
-            self._place.counter.go_on(steps=done["steps"], samples=done["samples"])
 
     def _together(self, work: Callable[[], None]) -> None:
         """Do ``work`` on the first rank, and give its outcome and the changed weights to the others."""

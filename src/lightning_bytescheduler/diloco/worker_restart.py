@@ -1,9 +1,10 @@
 """Makes restarts exact: each worker's own state goes into the checkpoint, and comes back to the same worker.
 
 A worker's own state at a moment between two rounds is all that is not global: its optimizer, schedules and loss scale,
-its progress in the epoch and its buffers; with fragments or overlap its own weights too, and what compressed
-pseudo-gradients have left to be sent. It has tensors and primitives only, in host memory. As with Lightning's other
-strategies, random numbers are not part of it: dropout draws others after a restart.
+its progress in the epoch, its buffers, and what compressed pseudo-gradients have left to be sent. It has tensors and
+primitives only, in host memory. As with Lightning's other strategies, random numbers are not part of it: dropout draws
+others after a restart. Nor are weights: training goes on from the global ones, without what a worker had changed beside
+them in fragments that were not averaged yet.
 
 A checkpoint is of a moment between two rounds: the beginning of a round if it is written during the round, or the end
 of a round at which all workers stand still. Each worker keeps its state of the last such moment. Worker 0 writes the
@@ -128,7 +129,6 @@ WRITER = "checkpoint"
 _OVER = "states/over"
 _PARTS = ("outer", "optimizer"), ("rounds", "round")
 _WORKERS = "workers"
-_OF_FIRST = ("buffers", "weights", "samples", "begun_with")  # what Lightning's places do not have
 _LOOK_S = 0.05  # between two questions
 _SHARE_OF_TIMEOUT = 0.25  # for the writer's waits: the others wait for the writer for up to the timeout
 
@@ -142,10 +142,10 @@ class WorkerStates:
         trainer: The Trainer of the fit.
         session: This leader's session.
         world: The place of this leader among the workers.
-        full: Whether optimizers' states, own weights and what was left unsent are kept, too.
+        full: Whether optimizers' states and what was left unsent are kept, too.
         timeout: The strategy's timeout, in seconds.
         count: Number of states that are kept.
-        own_state: Returns what else this worker alone has.
+        unsent: Returns what compressed pseudo-gradients have left to be sent.
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class WorkerStates:
         full: bool,
         timeout: float,
         count: int,
-        own_state: Callable[[], dict[str, Any]],
+        unsent: Callable[[], dict[str, Any]],
     ) -> None:
         self._trainer = trainer
         self._session = session
-        self._own_state = own_state
+        self._unsent = unsent
         self._full = full
         self._timeout = timeout
         self._store = world.store
@@ -207,7 +207,7 @@ class WorkerStates:
             outer[_WORKERS] = self._workers_in(last[1], [None] * len(self._others))
 
     def _workers_in(self, own: Mapping[str, Any], others: Sequence[object]) -> list[object]:
-        return [{name: own[name] for name in _OF_FIRST if name in own}, *others]
+        return [{"buffers": own["buffers"]}, *others]  # Lightning's places have the rest of its own
 
     def collect(self, moment: Moment) -> list[dict[str, Any] | None]:
         """On the first worker: return the others' states. Warns of those that do not come, which it leaves out.
@@ -283,7 +283,7 @@ class WorkerStates:
 
     def _take(self, *, after_batch: bool) -> dict[str, Any]:
         taken = take(self._trainer, full=self._full, after_batch=after_batch)
-        return {**taken, **self._own_state()} if self._full else taken
+        return {**taken, "unsent": self._unsent()} if self._full else taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,10 +353,6 @@ class Resumed:
             for name, value in own.get("buffers", {}).items():
                 if name in buffers:
                     buffers[name].copy_(value)
-            if self.alike:
-                parameters = dict(module.named_parameters())
-                for name, value in own.get("weights", {}).items():
-                    parameters[name].copy_(value)
         share, progress = share_of(trainer), trainer.fit_loop.epoch_loop.batch_progress
         if share is None or progress.is_last_batch:
             return

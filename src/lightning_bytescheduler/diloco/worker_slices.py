@@ -21,10 +21,10 @@ from typing import cast
 import msgspec
 import torch.distributed as dist
 
-from lightning_bytescheduler.diloco.coordinator_client import Answer, CoordinatorClient
+from lightning_bytescheduler.diloco.coordinator_client import Answer
 from lightning_bytescheduler.diloco.coordinator_protocol import SLICES_PATH
 from lightning_bytescheduler.diloco.mailbox import Caller, Mailbox
-from lightning_bytescheduler.diloco.process_groups import WorkerGroup, WorkerWorld, worker_name
+from lightning_bytescheduler.diloco.process_groups import WorkerWorld, worker_name
 from lightning_bytescheduler.diloco.runtime import CoordinatedRuntime
 from lightning_bytescheduler.exceptions import CoordinatorError, SchedulerTimeoutError, UnsupportedError
 from lightning_bytescheduler.lightning_api import TrainerFn, pl
@@ -158,36 +158,29 @@ class CoordinatedSlices(WorkerSlices):
 
     Args:
         data: See :class:`WorkerSlices`.
-        client: Returns the connection; ``None`` before the worker has joined.
-        idle: Told while this worker has nothing to train on.
+        runtime: This worker's part in the run; has a connection once it has joined.
         timeout: See :class:`WorkerSlices`.
         check: See :class:`WorkerSlices`.
-        ranks: The ranks of this worker, if several train together.
 
     Attributes:
-        idle: As given.
-        ranks: As given.
+        idle: Told while this worker has nothing to train on.
+        ranks: The ranks of this worker, if several train together.
     """
 
     waits = True
     counts_merged = True
 
     def __init__(
-        self,
-        data: SliceDataModule,
-        client: Callable[[], CoordinatorClient | None],
-        *,
-        idle: Idle,
-        timeout: float,
-        check: Callable[[], None],
-        ranks: WorkerGroup | None = None,
+        self, data: SliceDataModule, runtime: CoordinatedRuntime, *, timeout: float, check: Callable[[], None]
     ) -> None:
         super().__init__(data, timeout=timeout, check=check)
-        self.idle, self.ranks, self._connection = idle, ranks, client
+        self._runtime = runtime
+        self.idle: Idle = runtime
+        self.ranks = runtime.group if runtime.group.size > 1 else None
 
     def connect(self, make: Callable[[], SliceTracker]) -> TrackerClient:
         """See ``TrackerHost``; no worker makes a tracker here."""
-        client = self._connection()
+        client = self._runtime.client
         if client is None:
             raise UnsupportedError("Cannot take slices from the coordinator before this worker has joined.")
         self._client, self._asks = client, True
@@ -217,10 +210,14 @@ class CoordinatedSlices(WorkerSlices):
                 self._look_until(deadline)
             return future.result()
         except CancelledError:
-            self._check()
+            self._look()
             raise SchedulerTimeoutError("The connection to the coordinator ended before it answered.") from None
         finally:
             future.cancel()
+
+    def _look(self) -> None:
+        self._runtime.group.check()
+        super()._look()
 
     def _look_until(self, deadline: float) -> None:
         self._look()
@@ -244,7 +241,7 @@ def worker_slices(
     Args:
         trainer: The Trainer, before the setup of its data.
         world: The place of this rank among the workers.
-        runtime: The worker's part in a coordinator's run; has a connection once this worker has joined.
+        runtime: The worker's part in a coordinator's run, if there is one.
         timeout: See :class:`WorkerSlices`.
         check: Raises the error if another rank has failed.
 
@@ -264,15 +261,7 @@ def worker_slices(
             )
         slices = SharedSlices(data, world, timeout=timeout, check=check)
     else:
-
-        def check_all() -> None:
-            check()
-            runtime.group.check()
-
-        ranks = runtime.group if world.size > 1 else None
-        slices = CoordinatedSlices(
-            data, lambda: runtime.client, idle=runtime, timeout=timeout, check=check_all, ranks=ranks
-        )
+        slices = CoordinatedSlices(data, runtime, timeout=timeout, check=check)
     data.teardown(TrainerFn.FITTING)  # after a failed fit, for which Lightning does not call it
     data.bind_tracker(slices)
     return slices
