@@ -129,13 +129,6 @@ class Runtime:
         """What to keep beside the global weights; ``None`` on all ranks but those that save."""
         return None
 
-    def last_state(self) -> dict[str, Any] | None:
-        """What to keep after training; as :meth:`state_dict`, without what other workers alone have."""
-        state = self.state_dict() if self._begun else None
-        if state is not None and self.states is not None:
-            self.states.complete_alone(state)
-        return state
-
     def fail(self, error: BaseException) -> None:
         """Stop for good, because of this rank's failure or another's."""
         self._end_session(error)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_bytescheduler.checks import options_by_name
 from lightning_bytescheduler.ddp.batches import loader_resumes
@@ -81,11 +82,16 @@ _T = TypeVar("_T")
 
 
 @contextmanager
-def shared_metrics(module: nn.Module, joint: JointCollectives) -> Iterator[None]:
-    """Have the metrics in ``module`` gather from all ranks in this context, unless they were told how to gather."""
+def shared_metrics(module: nn.Module, together: Callable[[], JointCollectives | None]) -> Iterator[None]:
+    """Have the metrics in ``module`` gather from all ranks while these do the same, unless told how to gather."""
+
+    def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
+        joint = together()
+        return gather_all_tensors(tensor, group) if joint is None else joint.gather_uneven(tensor)
+
     metrics = [m for m in module.modules() if isinstance(m, Metric) and m.dist_sync_fn is m.process_group is None]
     for metric in metrics:
-        metric.dist_sync_fn = joint.gather_uneven
+        metric.dist_sync_fn = gather
     try:
         yield
     finally:
@@ -272,7 +278,6 @@ class DiLoCoStrategy(RankStrategy):
         self._address = address
         self._world: WorkerWorld | None = None
         self._joint: JointCollectives | None = None
-        self._validates_together = False
         self._runtime: Runtime | None = None
         self._resumed: Resumed | None = None
         self._last_state: Mapping[str, Any] | None = None  # of the last fit, once it is over
@@ -424,7 +429,7 @@ class DiLoCoStrategy(RankStrategy):
         if self._address is not None:
             refuse_plateaus(self.lr_scheduler_configs)
         if trainer.state.fn != TrainerFn.FITTING:
-            self._open.enter_context(self._validating_together())
+            self._open.enter_context(shared_metrics(trainer.lightning_module, lambda: self._together))
 
     def configure_ddp(self) -> None:
         """Give all ranks the same weights; the model is wrapped where several ranks train together."""
@@ -468,7 +473,7 @@ class DiLoCoStrategy(RankStrategy):
         """End what this fit has begun, in reverse order."""
         try:
             if self._boundaries is not None and self._runtime is not None and not self._failed:
-                self._last_state = self._runtime.last_state()
+                self._last_state = self._runtime.state_dict()
             self._open.close()
         finally:
             self._runtime = self._slices = self._board = self._world = None
@@ -492,28 +497,16 @@ class DiLoCoStrategy(RankStrategy):
 
     # ------------------------------------------------------------------ what all workers do together
 
-    @contextmanager
-    def _validating_together(self) -> Iterator[None]:
-        """All workers do the same within this: what is reduced in a validation is reduced over all of them."""
-        module, joint = self.lightning_module, self._joint
-        if module is None or joint is None:
-            yield
-            return
-        self._validates_together = True
-        try:
-            with shared_metrics(module, joint):
-                yield
-        finally:
-            self._validates_together = False
-
     @property
     def _together(self) -> JointCollectives | None:
-        """The collectives of all ranks while all of them do the same; else ``None``."""
-        module = self.lightning_module
-        if module is None or self._failed or not self._validates_together:
+        """The collectives of all ranks while all of them do the same, as in a validation; else ``None``."""
+        module, runtime = self.lightning_module, self._runtime
+        if module is None or self._failed:
             return None
-        fits = module.trainer.state.fn == TrainerFn.FITTING
-        return None if fits and not module.trainer.validating else self._joint
+        if module.trainer.state.fn != TrainerFn.FITTING:
+            return self._joint
+        halted = self._boundaries is not None and runtime is not None and runtime.session.halted
+        return self._joint if halted and module.trainer.validating else None
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """See DDPStrategy; over all workers where they validate together."""
@@ -607,12 +600,12 @@ class DiLoCoStrategy(RankStrategy):
         else:
             self._runtime = runtime = self._runtime_of(trainer, world, group, board, append=resumed is not None)
             self._open.callback(self._stop, runtime)
+            self._open.enter_context(shared_metrics(module, lambda: self._together))
             boundaries = RoundBoundaries(
                 trainer,
                 runtime.session,
                 group=group,
                 first_worker=world.worker == 0,
-                together=self._validating_together,
                 explained=self._explained,
                 shared_data=None if self._slices is None else self._slices.training,
                 joint=JointCollectives(world.everyone),

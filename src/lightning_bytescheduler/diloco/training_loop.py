@@ -170,7 +170,6 @@ class RoundBoundaries(LoopBoundaries):
         session: This worker's.
         group: The ranks of this worker.
         first_worker: Whether this is worker 0, whose steps decide when to validate within an epoch.
-        together: Makes the context in which all workers validate together.
         explained: Turns an error of an exchange into its cause.
         shared_data: The training data, if all workers share it.
         joint: Joins all ranks; is used while all stand still.
@@ -187,7 +186,6 @@ class RoundBoundaries(LoopBoundaries):
         group: WorkerGroup,
         first_worker: bool,
         joint: JointCollectives,
-        together: Callable[[], AbstractContextManager[None]],
         explained: Callable[[], AbstractContextManager[None]] = nullcontext,
         shared_data: TrackedTraining | None = None,
     ) -> None:
@@ -195,17 +193,10 @@ class RoundBoundaries(LoopBoundaries):
         self.left_out: dict[int, Sequence[int]] = {}
         self._joint = joint
         self._first_worker = first_worker
-        self._together = together
         self._explained = explained
         self._shared_data = shared_data
-        self._open = ExitStack()
         self._epoch_to_end = False  # this worker's share is used up, and the others have not been told
         self._epoch_ended = False  # for all; where data is shared
-
-    def detach(self) -> None:
-        """Leave the loop as it was."""
-        self._open.close()
-        super().detach()
 
     def before_batch(self) -> bool:
         """Go on after all workers stood still; returns whether training goes on."""
@@ -239,7 +230,6 @@ class RoundBoundaries(LoopBoundaries):
         self._epoch_ended = False
 
     def _pass_on(self) -> bool:
-        self._open.close()
         goes_on = self._session.pass_on()
         if not goes_on:
             self._stop()
@@ -334,8 +324,6 @@ class RoundBoundaries(LoopBoundaries):
             self._stop()
         if self._kept is not None:
             self._kept.halted()
-        if ended.validate:
-            self._open.enter_context(self._together())
         return ended.validate
 
     def before_end(self) -> None:
@@ -548,8 +536,9 @@ def for_leader_only(
 
         def replace(of: object, name: str, make: Callable[[_Method], _Method]) -> None:
             if (own := getattr(of, name, None)) is not None:
-                vars(of)[name] = make(own)
+                stack.callback(vars(of).update, {name: own} if name in vars(of) else {})
                 stack.callback(vars(of).pop, name, None)
+                vars(of)[name] = make(own)
 
         def gated(own: _Method) -> _Method:
             return lambda *values, **options: own(*values, **options) if leads() else None

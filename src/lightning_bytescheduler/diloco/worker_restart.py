@@ -28,8 +28,7 @@ import copy
 import io
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -198,16 +197,7 @@ class WorkerStates:
             if "unsent" in own:
                 outer["unsent"] = own["unsent"]
         outer["rounds"] = {**outer["rounds"], "round": moment.rounds}
-        outer[_WORKERS] = self._workers_in(own, self.collect(moment))
-
-    def complete_alone(self, outer: dict[str, Any]) -> None:
-        """On the first worker: make its outer state one that outlasts the fit, without the other workers' states."""
-        last = self._last
-        if last is not None and last[0].halted:
-            outer[_WORKERS] = self._workers_in(last[1], [None] * len(self._others))
-
-    def _workers_in(self, own: Mapping[str, Any], others: Sequence[object]) -> list[object]:
-        return [{"buffers": own["buffers"]}, *others]  # Lightning's places have the rest of its own
+        outer[_WORKERS] = [{"buffers": own["buffers"]}, *self.collect(moment)]  # Lightning's places have the rest
 
     def collect(self, moment: Moment) -> list[dict[str, Any] | None]:
         """On the first worker: return the others' states. Warns of those that do not come, which it leaves out.
@@ -260,8 +250,11 @@ class WorkerStates:
         if self._caller is not None:
             self._caller.tell(_OVER)
         elif not failed:
-            with suppress(RankFailedError):  # the writer's store is gone, so it has ended; a failure would be known
-                await_key(connection_to(self._store), _OVER, limit=self._timeout, check=self._session.check)
+            try:
+                store = connection_to(self._store)
+            except RankFailedError:  # the writer has ended with its store, well, as its failure would be known
+                return
+            await_key(store, _OVER, limit=self._timeout, check=self._session.check)
 
     def keep(self, moment: Moment, state: dict[str, Any]) -> None:
         """Keep a state, in the place of the oldest one; it must not change later."""
@@ -327,13 +320,13 @@ class Resumed:
                 f"{', '.join(lacks)}. Without that entry, weights and the inner optimizer go on, and rounds and the "
                 "outer optimizer begin anew."
             )
-        of = outer.pop(_WORKERS, [])  # a coordinator's run keeps none
+        of = outer.pop(_WORKERS, [])  # there is none from a coordinator's run, and after the fit
         own = of[worker] if worker < len(of) else None
         if worker and own is not None:
             put_back(own, checkpoint, is_last_batch=checkpoint["loops"]["fit_loop"][_PROGRESS]["is_last_batch"])
             if "unsent" in own:
                 outer["unsent"] = own["unsent"]
-        lacking = [number for number, state in enumerate(of) if state is None]
+        lacking = [number for number in range(1, workers) if number >= len(of) or of[number] is None]
         if lacking:
             rank_zero_warn(
                 f"diloco: the checkpoint lacks the own states of workers {lacking}. They go on with worker 0's "
