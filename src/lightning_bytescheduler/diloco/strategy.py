@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -557,7 +557,7 @@ class DiLoCoStrategy(RankStrategy):
         if self._failed:
             self._say_not_written()
             return
-        with nullcontext() if self._board is None else self._board.patient():
+        with self._patient():
             outer = self._last_state if self._runtime is None else self._runtime.state_dict()
             if outer is not None and "optimizer_states" in checkpoint:
                 checkpoint[OUTER_STATE] = outer
@@ -633,10 +633,10 @@ class DiLoCoStrategy(RankStrategy):
         self._open.callback(file.close)
         trained = TrainedWeights(trainer.lightning_module, fragments=run.fragments, overlaps=bool(run.overlap_steps))
         if not group.leads:
-            name = worker_name(world.worker)
-            steps = run.overlap_steps
-            session = Session(worker=name, group=group, trained=trained, overlap_steps=steps, flush=self.flush)
-            return Runtime(session, board)
+            name, steps = worker_name(world.worker), run.overlap_steps
+            return Runtime(
+                Session(worker=name, group=group, trained=trained, overlap_steps=steps, flush=self.flush), board
+            )
         return LeadingRuntime(
             trainer,
             trained,

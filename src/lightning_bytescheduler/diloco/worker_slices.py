@@ -76,14 +76,6 @@ class WorkerSlices:
         self._asks = False
         self.closed = False
 
-    def connect(self, make: Callable[[], SliceTracker]) -> TrackerClient:
-        """See ``TrackerHost``."""
-        raise NotImplementedError
-
-    def answer(self, message: Call) -> Reply:
-        """See ``TrackerClient``; waits for the network, so that it is for the plan's thread."""
-        raise NotImplementedError
-
     @property
     def training(self) -> TrackedTraining | None:
         """This worker's batches of a fit, after its setup; ``None`` before."""
@@ -144,7 +136,7 @@ class SharedSlices(WorkerSlices):
         return tracker
 
     def answer(self, message: Call) -> Reply:
-        """See WorkerSlices."""
+        """See ``TrackerClient``; waits for the network, so that it is for the plan's thread."""
         return cast(Reply, decode(self._caller.call(_MAILBOX, encode(message))))
 
 
@@ -187,7 +179,7 @@ class CoordinatedSlices(WorkerSlices):
         return self
 
     def answer(self, message: Call) -> Reply:
-        """See WorkerSlices."""
+        """See ``TrackerClient``; waits for the network, so that it is for the plan's thread."""
         if isinstance(message, JoinTracker):  # the coordinator knows this worker by the name that it gave itself
             message = msgspec.structs.replace(message, worker=self._client.worker)
         deadline = time.monotonic() + self._timeout
@@ -235,7 +227,7 @@ def worker_slices(
     *,
     timeout: float,
     check: Callable[[], None],
-) -> WorkerSlices | None:
+) -> SharedSlices | CoordinatedSlices | None:
     """Have the workers share the slices of a fit, if its data module is one of slices.
 
     Args:
@@ -252,7 +244,7 @@ def worker_slices(
     data = trainer.datamodule  # type: ignore[attr-defined]  # set by a connector
     if not isinstance(data, SliceDataModule):
         return None
-    slices: WorkerSlices
+    slices: SharedSlices | CoordinatedSlices
     if runtime is None:
         if world.inner_size > 1:
             raise UnsupportedError(
