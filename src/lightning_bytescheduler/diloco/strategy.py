@@ -457,7 +457,6 @@ class DiLoCoStrategy(RankStrategy):
             return dataloader
         if isinstance(self._runtime, CoordinatedRuntime):
             seed_sampler(dataloader, self._runtime.worker)
-        if self._address is not None:
             return dataloader
         return shared_loader(dataloader)
 
@@ -605,7 +604,6 @@ class DiLoCoStrategy(RankStrategy):
                 trainer,
                 runtime.session,
                 group=group,
-                first_worker=world.worker == 0,
                 explained=self._explained,
                 shared_data=None if self._slices is None else self._slices.training,
                 joint=JointCollectives(world.everyone),
@@ -634,9 +632,8 @@ class DiLoCoStrategy(RankStrategy):
         trained = TrainedWeights(trainer.lightning_module, fragments=run.fragments, overlaps=bool(run.overlap_steps))
         if not group.leads:
             name, steps = worker_name(world.worker), run.overlap_steps
-            return Runtime(
-                Session(worker=name, group=group, trained=trained, overlap_steps=steps, flush=self.flush), board
-            )
+            session = Session(worker=name, group=group, trained=trained, overlap_steps=steps, flush=self.flush)
+            return Runtime(session, board)
         return LeadingRuntime(
             trainer,
             trained,

@@ -104,17 +104,19 @@ class LoopBoundaries(ABC):
         if not self._ended:
             self._ended = self._group.any(True)
 
-    @abstractmethod
     def before_batch(self) -> bool:
         """Return whether training goes on."""
+        self._session.check()
+        return not self._session.over
 
     @abstractmethod
     def before_epoch_end(self) -> None:
         """Make the epoch end for all workers that share it."""
 
-    @abstractmethod
     def after_validation(self) -> None:
         """Stop all ranks of this worker if one is to stop, as each rank asks its own callbacks."""
+        if self._group.any(self.trainer.should_stop):
+            self.trainer.should_stop = True
 
     @abstractmethod
     def _after_batch(self, data_fetcher: Any) -> bool:
@@ -169,7 +171,6 @@ class RoundBoundaries(LoopBoundaries):
         trainer: Whose loop it is.
         session: This worker's.
         group: The ranks of this worker.
-        first_worker: Whether this is worker 0, whose steps decide when to validate within an epoch.
         explained: Turns an error of an exchange into its cause.
         shared_data: The training data, if all workers share it.
         joint: Joins all ranks; is used while all stand still.
@@ -184,7 +185,6 @@ class RoundBoundaries(LoopBoundaries):
         session: Session,
         *,
         group: WorkerGroup,
-        first_worker: bool,
         joint: JointCollectives,
         explained: Callable[[], AbstractContextManager[None]] = nullcontext,
         shared_data: TrackedTraining | None = None,
@@ -192,7 +192,6 @@ class RoundBoundaries(LoopBoundaries):
         super().__init__(trainer, session, group=group)
         self.left_out: dict[int, Sequence[int]] = {}
         self._joint = joint
-        self._first_worker = first_worker
         self._explained = explained
         self._shared_data = shared_data
         self._epoch_to_end = False  # this worker's share is used up, and the others have not been told
@@ -201,11 +200,10 @@ class RoundBoundaries(LoopBoundaries):
     def before_batch(self) -> bool:
         """Go on after all workers stood still; returns whether training goes on."""
         self._session.check()
-        if not self._session.halted:
-            return True
-        goes_on = self._pass_on()
-        self._began = time.monotonic()
-        return goes_on
+        if self._session.halted:
+            self._pass_on()
+            self._began = time.monotonic()
+        return super().before_batch()
 
     def before_epoch_end(self) -> None:
         """Make the epoch end for all.
@@ -239,8 +237,8 @@ class RoundBoundaries(LoopBoundaries):
 
     def after_validation(self) -> None:
         """See LoopBoundaries."""
-        if self._session.halted and self._group.any(self.trainer.should_stop):
-            self.trainer.should_stop = True
+        if self._session.halted:
+            super().after_validation()
 
     def _after_batch(self, data_fetcher: Any) -> bool:
         with self._explained():
@@ -268,7 +266,7 @@ class RoundBoundaries(LoopBoundaries):
             session.end_round(epoch=epoch, validate=wants_validation, stop=stop)
             self._epoch_to_end = epoch and session.round_end is not None and not session.round_end.epoch
         else:
-            if wants_validation and self._first_worker:
+            if wants_validation and trainer.is_global_zero:  # worker 0's steps decide when, within an epoch
                 session.ask(validate=True)
             if stepped and not session.halted and session.is_due():
                 session.synchronise()
@@ -384,11 +382,6 @@ class CoordinatedBoundaries(LoopBoundaries):
         self._left = False
         self._aside = False
 
-    def before_batch(self) -> bool:
-        """See LoopBoundaries."""
-        self._session.check()
-        return not self._session.over
-
     def detach(self) -> None:
         """Leave the loop as it was."""
         self.trainer.fit_loop.max_epochs = self._epochs
@@ -434,12 +427,10 @@ class CoordinatedBoundaries(LoopBoundaries):
 
     def after_validation(self) -> None:
         """Go back to the rounds; all ranks of this worker stop if one is to stop."""
-        if not self._validates:
-            return
-        self._validates = False
-        if self._group.any(self.trainer.should_stop):
-            self.trainer.should_stop = True
-        self._resume()
+        if self._validates:
+            self._validates = False
+            super().after_validation()
+            self._resume()
 
     def wait_aside(self) -> bool:
         """Wait outside the rounds, without data for now; returns whether training is over. All ranks call it."""
