@@ -84,7 +84,7 @@ def wire(options: argparse.Namespace) -> list[Group]:
 
 
 def overlap(options: argparse.Namespace) -> list[Group]:
-    """On a very slow link, int4 in long rounds and sparse in short ones, without and with overlap.
+    """On a very slow link, int4 in long rounds and sparse in short ones, with and without ``overlap_steps``.
 
     At a validation all workers stand still, and nothing overlaps. So there is none: losses are computed after the
     training, from global weights that were kept now and then.

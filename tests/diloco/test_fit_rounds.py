@@ -63,7 +63,7 @@ def test_a_slow_worker_takes_fewer_steps(diloco_ranks: RankPool, tmp_path: Path)
         ({"max_epochs": 2}, 0, 2 * 16),
     ],
 )
-def test_with_equal_steps_nobody_is_left_behind_at_the_end(
+def test_with_equal_steps_no_worker_is_left_behind_at_the_end(
     limits: dict[str, int], overlap_steps: int, steps: int, diloco_ranks: RankPool, tmp_path: Path
 ) -> None:
     """The fast worker is in the middle of a round when it gets there, and the slow one steps behind it."""
