@@ -53,7 +53,7 @@ def test_neighbours_go_to_different_fragments() -> None:
     [
         ({"fragments": 0}, "fragments"),
         ({"overlap_steps": -1}, "overlap_steps"),
-        ({"overlap_steps": "soon"}, "overlap_steps must be a whole number, 0 or more, or 'auto'"),
+        ({"overlap_steps": "soon"}, "overlap_steps must be a whole number, 0 or more"),
     ],
 )
 def test_what_is_not_allowed(options: dict, reason: str) -> None:

@@ -267,15 +267,13 @@ class OuterState:
     def shown(self) -> Iterator[None]:
         """Make the trained weights the global ones within this context."""
         own = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(self._optimizer.weights[name])
+        for name, parameter in self._parameters.items():
+            parameter.detach().copy_(self._optimizer.weights[name])
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, parameter in self._parameters.items():
-                    parameter.copy_(own[name])
+            for name, parameter in self._parameters.items():
+                parameter.detach().copy_(own[name])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint. The file has the weights anyway, unless they lose precision there."""
