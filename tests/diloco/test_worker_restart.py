@@ -26,7 +26,7 @@ class Workers:
     """Two that answer, on one store."""
 
     def __init__(self) -> None:
-        self.store = dist.HashStore()
+        self.store: dist.Store = dist.HashStore()
         self.gone = False
         self.kept = [self.states(1, count=2), self.states(2)]
         self.postmen = [Postman(self.store, f"worker{number}", to="host", on_error=unexpected) for number in (1, 2)]

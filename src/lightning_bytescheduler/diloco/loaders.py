@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
@@ -38,7 +39,7 @@ def shared_loader(loader: object) -> object:
     """
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return loader
-    batches = loader.batch_sampler
+    batches: Any = loader.batch_sampler
     if type(batches) is not BatchSampler or type(batches.sampler) is not DistributedSampler:
         return loader
     share = EpochShare(batches.sampler, batches.batch_size, batches.drop_last)

@@ -280,7 +280,7 @@ class DiLoCoStrategy(RankStrategy):
         self._joint: JointCollectives | None = None
         self._runtime: Runtime | None = None
         self._resumed: Resumed | None = None
-        self._last_state: Mapping[str, Any] | None = None  # of the last fit, once it is over
+        self._last_state: dict[str, Any] | None = None  # of the last fit, once it is over
         self._last_whole: object = None  # path of the last checkpoint that was written in this fit
         self._open = ExitStack()
         self._statistics: SessionStatistics | None = None
