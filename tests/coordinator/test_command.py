@@ -39,7 +39,7 @@ from tests.coordinator.small_worker import SmallWorker
         (["--inner-steps", "0"], "--inner-steps=0 is not allowed"),
         (["--samples-per-round", "8", "--inner-steps", "2"], "left out where samples_per_round ends a round"),
         (["--overlap-steps", "200"], "--overlap-steps=200 is not allowed"),
-        (["--overlap-steps", "auto"], "invalid int value: 'auto'"),
+        (["--overlap-steps", "auto"], "'auto' is not a whole number"),
         (["--overlap-steps", "-1"], "--overlap-steps=-1 is not allowed"),
         (["--quorum", "2"], "--quorum=2.0 is not allowed"),
         (["--grace-s", "soon"], "'soon' is neither a number nor auto"),

@@ -128,6 +128,7 @@ def test_a_writer_that_has_gone_with_its_store_is_not_waited_for(workers: Worker
 WHOLE: dict[str, Any] = {
     "outer": {"optimizer": {}},
     "rounds": {"round": 3},
+    "unsent": {"workers": 2, "rank": 0, "own": {}, "mean": {}},
     "workers": [{}, {}],
 }
 

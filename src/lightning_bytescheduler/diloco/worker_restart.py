@@ -320,7 +320,8 @@ class Resumed:
                 f"{', '.join(lacks)}. Without that entry, weights and the inner optimizer go on, and rounds and the "
                 "outer optimizer begin anew."
             )
-        of = outer.pop(_WORKERS, [])  # there is none from a coordinator's run, and after the fit
+        alike = outer.get("unsent", {}).get("workers") == workers  # none in a coordinator's run
+        of = outer.pop(_WORKERS, [])  # none in a coordinator's run, and after the fit
         own = of[worker] if worker < len(of) else None
         if worker and own is not None:
             put_back(own, checkpoint, is_last_batch=checkpoint["loops"]["fit_loop"][_PROGRESS]["is_last_batch"])
@@ -332,7 +333,7 @@ class Resumed:
                 f"diloco: the checkpoint lacks the own states of workers {lacking}. They go on with worker 0's "
                 "optimizer and place in the epoch."
             )
-        return cls(outer=outer, own=own, alike=len(of) == workers)
+        return cls(outer=outer, own=own, alike=alike)
 
     def go_on(self, trainer: pl.Trainer) -> None:
         """Put this worker's own state where Lightning has no place for it, before the first batch.
