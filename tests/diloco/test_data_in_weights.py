@@ -255,7 +255,7 @@ def test_a_coordinator_that_crashes_as_epochs_turn_loses_and_repeats_nothing(
 @pytest.mark.parametrize(("verdict", "is_known"), [("added", True), ("again", False)])
 def test_an_update_that_was_there_before_does_not_say_which_samples_are_merged(verdict: str, is_known: bool) -> None:
     """It may have had fewer: what a worker has trained on since its connection broke is sent with the same update."""
-    unmerged = Unmerged(beside=0)
+    unmerged = Unmerged()
     unmerged.data = Mock()
     runs = (TrainedRun(epoch=0, slice_index=0, start=0, stop=4),)
     receipt = UpdateReceipt(verdict=verdict, weight=4)
