@@ -40,9 +40,10 @@ def shared_loader(loader: object) -> object:
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return loader
     batches: Any = loader.batch_sampler
-    if type(batches) is not BatchSampler or type(batches.sampler) is not DistributedSampler:
+    dealt: Any = batches.sampler if type(batches) is BatchSampler else None
+    if type(dealt) is not DistributedSampler:
         return loader
-    share = EpochShare(batches.sampler, batches.batch_size, batches.drop_last)
+    share = EpochShare(dealt, batches.batch_size, batches.drop_last)
     return LateLoader(loader.dataset, batch_sampler=share, **arguments_of(loader))
 
 
