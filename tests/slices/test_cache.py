@@ -129,6 +129,17 @@ def test_another_follows_what_is_being_written(tmp_path):
     assert cache.follow(plan("a")) is None
 
 
+def test_chunks_are_read_into_the_memory_of_their_slice(tmp_path):
+    cache, content = SliceCache(tmp_path, SIZE), bytearray(SIZE)
+    put(cache, "a").close()
+    with cache.find(plan("a")) as cached:
+        read = list(cached.chunks(1, memoryview(content)))
+    assert content == bytes(1000) + b"".join(chunks("a")[1:])
+    assert read == chunks("a")[1:]
+    content[1500:] = bytes(SIZE - 1500)
+    assert read[0] == b"a" * 500 + bytes(500), "not a copy"
+
+
 @pytest.mark.parametrize("at", [0, 1500, 2499])
 def test_a_flipped_bit_on_the_disk_ends_the_chunks_before_it(tmp_path, at):
     cache = SliceCache(tmp_path, SIZE)

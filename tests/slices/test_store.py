@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import errno
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -154,7 +155,7 @@ def test_a_file_that_is_cut_short_while_its_samples_are_picked_does_no_harm(tmp_
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_cache_that_damages_what_it_is_given_is_read_past(cached, options, monkeypatch):
     source = FaultySource(1)
-    monkeypatch.setattr(cache.SliceFile, "chunk", lambda self, number: None)
+    monkeypatch.setattr(cache.SliceFile, "chunk", lambda self, number, memory=None: None)
     with Store(source, options if cached else None) as store:
         assert list(store.samples(source.slices[0])) == lines(0)
 
@@ -234,6 +235,21 @@ def test_a_flipped_bit_in_the_cache_is_fetched_again(options):
         until(lambda: cached_names(options))
         assert list(store.samples(source.slices[0])) == lines(0)
         assert store.statistics.cache_hits == 2
+
+
+@pytest.mark.parametrize("at", [0, 5 * CHUNK, -1])
+def test_a_whole_slice_is_made_of_what_is_right_in_the_cache_and_of_what_is_fetched(options, at):
+    source = FaultySource(1)
+    with Store(source, options) as store:
+        assert list(store.samples(source.slices[0])) == lines(0)
+        until(lambda: cached_names(options))
+        path = f"{options.cache_dir}/{cached_names(options)[0]}"
+        with open(path, "r+b") as file:
+            file.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
+            file.write(b"?")
+        with contextlib.closing(store.open(source.slices[0], whole=True)) as opened:
+            assert list(itertools.chain.from_iterable(opened.pick(np.arange(500)))) == lines(0)
+        assert store.statistics.corrupt_chunks == 1
 
 
 @pytest.mark.parametrize("after_chunks", [0, 5])

@@ -14,7 +14,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import IO
 
 from lightning_bytescheduler.checks import require_whole
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.slices.slice import Bytes, Slice
+from lightning_bytescheduler.slices.slice import Bytes, Chunks, Slice
 
 try:
     import fcntl
@@ -193,10 +193,13 @@ class SliceFile(FileIO):
         super().__init__(path, mode)
         self.slice = slice_
 
-    def chunk(self, number: int) -> bytearray | None:
-        """Return chunk ``number``, or ``None`` if it is missing or damaged, or cannot be read."""
+    def chunk(self, number: int, memory: memoryview | None = None) -> Bytes | None:
+        """Return chunk ``number``, or ``None`` if it is missing or damaged, or cannot be read.
+
+        If the memory of a whole slice is given, the chunk is read into its place there, and is a view of it.
+        """
         start, stop = self.slice.bounds(number)
-        content = bytearray(stop - start)
+        content = bytearray(stop - start) if memory is None else memory[start:stop]
         try:
             self.seek(start)
             length = self.readinto(content)
@@ -204,14 +207,9 @@ class SliceFile(FileIO):
             return None
         return content if length == len(content) and self.slice.is_right(number, content) else None
 
-    def chunks(self, first: int = 0) -> Generator[bytearray, None, int]:
-        """Yield chunks from number ``first`` on; ends before one that is missing or damaged.
-
-        Returns:
-            The number of the chunk after the last one.
-        """
-        number = first
-        while number < self.slice.count and (chunk := self.chunk(number)) is not None:
+    def chunks(self, number: int = 0, memory: memoryview | None = None) -> Chunks:
+        """Yield chunks from a number on; ends before one that is missing or damaged. See :meth:`chunk`."""
+        while number < self.slice.count and (chunk := self.chunk(number, memory)) is not None:
             number += 1
             yield chunk
         return number

@@ -228,8 +228,7 @@ class BatchReader:
         return 0 if self.source_of is None else int(self.source_of[index])
 
     def _close(self, source: int) -> None:
-        reading = self._open.pop(source, None)
-        if reading is not None:
+        if (reading := self._open.pop(source, None)) is not None:
             reading.samples.close()
 
     def _any_sample(self) -> Any:

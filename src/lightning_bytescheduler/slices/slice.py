@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import ModuleType
@@ -17,6 +17,9 @@ from lightning_bytescheduler.checks import importing
 from lightning_bytescheduler.exceptions import OptionError
 
 Bytes = bytes | bytearray | memoryview
+
+Chunks = Generator[Bytes, None, int]
+"""Verified chunks of a slice from a number on; returns the number of the chunk after the last one."""
 
 CHUNK_BYTES = 1024 * 1024
 """Bytes of a chunk: small enough for an early first sample, large enough for cheap checks."""

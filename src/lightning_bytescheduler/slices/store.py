@@ -22,7 +22,7 @@ from lightning_bytescheduler.slices.cache import CacheFull, DiskFailed, SliceCac
 from lightning_bytescheduler.slices.fetch import SliceCounters, Waiting, fetch_chunks
 from lightning_bytescheduler.slices.formats import SliceSamples
 from lightning_bytescheduler.slices.options import StoreOptions
-from lightning_bytescheduler.slices.slice import Bytes, Slice
+from lightning_bytescheduler.slices.slice import Bytes, Chunks, Slice
 from lightning_bytescheduler.slices.source import SliceSource
 from lightning_bytescheduler.slices.urls import local_path
 
@@ -125,26 +125,23 @@ class SliceStore:
 
     def _whole(self, slice_: Slice) -> Iterator[Bytes]:
         """Yield a slice in one piece."""
-        content, end = bytearray(slice_.size), 0
-        for chunk in self._chunks(slice_):
-            content[end : end + len(chunk)] = chunk
-            end += len(chunk)
+        content = bytearray(slice_.size)
+        for number, chunk in enumerate(self._chunks(slice_, memoryview(content))):
+            if not isinstance(chunk, memoryview):  # which is in its place
+                content[slice(*slice_.bounds(number))] = chunk
         yield content
 
-    def _chunks(self, slice_: Slice) -> Generator[Bytes, None, None]:
-        """Yield the verified chunks of a slice.
-
-        Each function that yields some of them returns the number of the next chunk.
-        """
+    def _chunks(self, slice_: Slice, memory: memoryview | None = None) -> Generator[Bytes, None, None]:
+        """Yield the chunks of a slice; those of a file on this machine are read into its ``memory``, if given."""
         path, number = local_path(slice_.url), 0
         if path is not None:
             with contextlib.suppress(OSError), SliceFile(path, "r", slice_) as file:
-                number = yield from file.chunks()
+                number = yield from file.chunks(memory=memory)
         elif self.prefetcher is not None:
-            number = yield from self._through_cache(self.prefetcher, slice_)
+            number = yield from self._through_cache(self.prefetcher, slice_, memory)
         yield from self._from_source(slice_, number)  # missing and damaged chunks, too; errors are raised here
 
-    def _from_source(self, slice_: Slice, number: int) -> Generator[Bytes, None, int]:
+    def _from_source(self, slice_: Slice, number: int) -> Chunks:
         chunks = self.fetch(slice_, first=number)
         while True:
             started = time.monotonic()
@@ -154,7 +151,7 @@ class SliceStore:
                 return slice_.count
             yield chunk
 
-    def _through_cache(self, prefetcher: SlicePrefetcher, slice_: Slice) -> Generator[Bytes, None, int]:
+    def _through_cache(self, prefetcher: SlicePrefetcher, slice_: Slice, memory: memoryview | None) -> Chunks:
         number = 0
         for attempt in range(_TRIES):  # more than two where the cache damages what it is given
             cached = prefetcher.cache.find(slice_)
@@ -165,7 +162,7 @@ class SliceStore:
                 number = yield from self._followed(prefetcher, slice_, number)
             else:
                 with cached:
-                    number = yield from cached.chunks(number)
+                    number = yield from cached.chunks(number, memory)
                     if number < slice_.count:
                         self.counters.add(corrupt_chunks=1)
                         prefetcher.cache.discard(slice_)
@@ -173,7 +170,7 @@ class SliceStore:
                 break
         return number
 
-    def _followed(self, prefetcher: SlicePrefetcher, slice_: Slice, number: int) -> Generator[Bytes, None, int]:
+    def _followed(self, prefetcher: SlicePrefetcher, slice_: Slice, number: int) -> Chunks:
         """Yield the chunks that a thread of this process, or another process, writes into the cache."""
         fetch, growing, waited = prefetcher.want(slice_), None, 0.0
         try:
