@@ -116,7 +116,7 @@ def own_options() -> dict[str, int]:
     from lightning_bytescheduler import ByteSchedulerStrategy, DiLoCoStrategy, SliceDataModule
     from lightning_bytescheduler.coordinator.command import add_arguments
 
-    known = {*inspect.signature(DDPStrategy).parameters, "kwargs"}
+    known = {*inspect.signature(DDPStrategy).parameters, "args", "kwargs"}
     command = argparse.ArgumentParser(add_help=False)
     add_arguments(command)
     counted = {

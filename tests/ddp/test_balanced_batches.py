@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
 from lightning_bytescheduler.ddp.batches import (
     Balance,
     BalancedBatchSampler,
+    BatchSharing,
     EpochOrder,
     LateLoader,
     require_balanceable,
 )
+from lightning_bytescheduler.ddp.sample_weights import Weighting
 from tests.ddp.balanced_fits import Numbered, Seen, fit_balanced
 from tests.support.rank_pool import RankPool
 
@@ -234,9 +237,7 @@ def test_an_epoch_that_cannot_go_on_is_refused(two_ranks: RankPool, three_ranks:
     path = str(tmp_path / "middle.ckpt")
     two_ranks.run(fit_balanced, size=160, seconds=[1.0] * 2, save=(path, 4))
     for seen in three_ranks.run(fit_balanced, size=160, seconds=[1.0] * 3, resume=path):
-        assert (
-            "OptionError: The checkpoint is of the middle of an epoch, after 4 of its batches of 16 sam" in seen.error
-        )
+        assert "UnsupportedError: The checkpoint is of the middle of an epoch of batches of 16 sam" in seen.error
         assert "(on 2 ranks)" in seen.error
         assert "This training has batches of 24 samples (on 3 ranks)" in seen.error
         assert "with batch_size='global' its batch_size counts for all ranks" in seen.error
@@ -253,7 +254,7 @@ def test_one_rank_alone_goes_on_with_the_same_batches_or_not_at_all(tmp_path: Pa
         (refused,) = alone.run(fit_balanced, **one, resume=path)
     assert not after.error
     assert after.batches == [before.batches[0][4:]]
-    assert "after 4 of its batches of 16 samples (on 1 rank)" in refused.error
+    assert "of an epoch of batches of 16 samples (on 1 rank)" in refused.error
     assert "This training has batches of 8 samples (on 1 rank)" in refused.error
 
 
@@ -324,16 +325,13 @@ def distributed(**options: Any) -> DistributedSampler[Any]:
 @pytest.mark.parametrize(
     ("loader", "words"),
     [
-        (lambda: [1, 2], "a list: a plain DataLoader is needed"),
-        (lambda: OwnLoader(Numbered(8)), "a OwnLoader: a plain DataLoader is needed"),
-        (lambda: DataLoader(Endless()), "an IterableDataset: samples need numbers"),
-        (lambda: DataLoader(Numbered(8), batch_size=None), "it has to have a batch_size"),
-        (lambda: DataLoader(Numbered(8), batch_sampler=[[0]]), "a DataLoader with list: it has to have a batch_size"),
-        (lambda: DataLoader(Numbered(8)), "SequentialSampler: Lightning has to put in its own"),
-        (
-            lambda: DataLoader(Numbered(8), sampler=WeightedRandomSampler([1.0] * 8, 8)),
-            "WeightedRandomSampler: Lightning has to put in its own",
-        ),
+        (lambda: [1, 2], "This is a list, with"),
+        (lambda: OwnLoader(Numbered(8)), "This is a OwnLoader, with"),
+        (lambda: DataLoader(Endless()), "samples need numbers. .* and sampler _InfiniteConstantSampler"),
+        (lambda: DataLoader(Numbered(8), batch_size=None), "a DataLoader, with batch sampler NoneType"),
+        (lambda: DataLoader(Numbered(8), batch_sampler=[[0]]), "a DataLoader, with batch sampler list"),
+        (lambda: DataLoader(Numbered(8)), "and sampler SequentialSampler"),
+        (lambda: DataLoader(Numbered(8), sampler=WeightedRandomSampler([1.0] * 8, 8)), "sampler WeightedRandomSampler"),
     ],
 )
 def test_what_has_no_batches_to_share_is_refused(loader: Any, words: str) -> None:
@@ -356,8 +354,19 @@ def test_one_rank_may_have_the_loader_of_one_process() -> None:
     assert EpochOrder.of(loader).described == "shuffled from seed 0"
     assert EpochOrder.of(DataLoader(Numbered(8))).described == "as it is"
     drawn_again = DataLoader(Numbered(8), sampler=RandomSampler(Numbered(8), replacement=True))
-    with pytest.raises(UnsupportedError, match=r"batch_size='global' cannot share out .* a RandomSampler"):
+    with pytest.raises(UnsupportedError, match=r"batch_size='global' shares out .* and sampler RandomSampler"):
         require_balanceable(drawn_again, "global", CPU, 1)
+
+
+def test_several_loaders_are_refused() -> None:
+    def trainer(loaders: int) -> Any:
+        return SimpleNamespace(fit_loop=SimpleNamespace(_combined_loader=SimpleNamespace(flattened=[0] * loaders)))
+
+    sharing = BatchSharing(Weighting("samples", "balanced"))
+    sharing.require_one_loader(trainer(1))
+    with pytest.raises(UnsupportedError, match=r"batch_size='balanced' shares out .* of one DataLoader, and there are"):
+        sharing.require_one_loader(trainer(2))
+    BatchSharing(Weighting("samples")).require_one_loader(trainer(2))
 
 
 def fit_too_early(rank: int, weighting: str, batch_size: str | None) -> str:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from lightning.fabric import Fabric
 
 from lightning_bytescheduler import ByteSchedulerFabricStrategy, OptionError
 
 
-@pytest.mark.parametrize("option", ["tuning", "compression", "batch_size", "servers", "log_metrics"])
+@pytest.mark.parametrize("option", ["tuning", "compression", "weighting", "batch_size", "servers", "log_metrics"])
 def test_what_only_the_trainer_can_do(option: str) -> None:
     says = f"no option '{option}'. It is an option of ByteSchedulerStrategy, for Trainer"
     with pytest.raises(OptionError, match=says):
@@ -25,10 +23,8 @@ def test_what_only_the_trainer_can_do(option: str) -> None:
         ({"partition_siz": 4096}, "partition_siz"),
         ({"partition_size": -1}, "partition_size=-1"),
         ({"mode": "fast"}, "mode='fast'"),
-        ({"weighting": "samples"}, "no option 'weighting'. It is an option of .* multiply each loss by samples"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
         ({"timeout": 30}, "timeout=30"),
-        ({"precision": "16-mixed"}, "precision='16-mixed'"),
     ],
 )
 def test_what_is_not_allowed(options: dict[str, Any], named: str) -> None:
@@ -36,26 +32,6 @@ def test_what_is_not_allowed(options: dict[str, Any], named: str) -> None:
         ByteSchedulerFabricStrategy(**options)
 
 
-@pytest.mark.parametrize(
-    ("given", "named", "says"),
-    [(("cpu",), {"accelerator": "cpu"}, "multiple values"), ((None,) * 20, {}, "too many positional")],
-)
-def test_arguments_are_those_of_fabrics_ddp(given: tuple[Any, ...], named: dict[str, Any], says: str) -> None:
-    with pytest.raises(TypeError, match=says):
-        ByteSchedulerFabricStrategy(*given, **named)
-
-
 def test_one_process_has_nothing_to_schedule() -> None:
     fabric = Fabric(accelerator="cpu", devices=1, strategy=ByteSchedulerFabricStrategy())
     assert fabric.strategy.plan is fabric.strategy.statistics is None  # type: ignore[attr-defined]
-
-
-def test_a_module_that_was_not_set_up_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy: Any = ByteSchedulerFabricStrategy()
-    strategy._board = SimpleNamespace(fault=None)
-    monkeypatch.setattr(ByteSchedulerFabricStrategy, "_meet", lambda *_: None)
-    weight = torch.nn.Parameter(torch.ones(2))
-    with pytest.warns(UserWarning, match=r"train the module that fabric\.setup\(model, optimizer\) returns"):
-        strategy.backward(weight.sum(), None)
-    strategy.backward(weight.sum(), None)  # said once
-    assert weight.grad is not None

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_bytescheduler import OverlapPlan
 from lightning_bytescheduler.ddp.decided_fit import DecidedFit, first_pace
-from lightning_bytescheduler.ddp.fit_report import SchedulerStatistics, codec_cost, summary_of
+from lightning_bytescheduler.ddp.fit_report import SchedulerStatistics, summary_of
 from lightning_bytescheduler.ddp.wire import AgreedSizes
 from lightning_bytescheduler.scheduler.options import policy_of
 from lightning_bytescheduler.tuning.sizes import LinkEstimate, SchedulerSizes
@@ -78,18 +78,6 @@ def test_the_end_of_a_fit_is_a_line_where_something_was_scheduled() -> None:
     assert summary_of(counted, "overlapped steps are fastest") == f"{line}; overlapped steps are fastest."
     assert summary_of(SchedulerStatistics(steps=500), "synchronised steps are fastest") is None
     assert summary_of(SchedulerStatistics(steps=500, overlapped_steps=10), "a trial") is None, "that was said already"
-
-
-def test_codecs_that_take_longer_than_what_they_save_are_a_line() -> None:
-    """Two ranks send a byte for each one that is reduced."""
-    link = LinkEstimate(alpha=1e-4, beta=1e-9)
-    counted = SchedulerStatistics(steps=10, codec_s=1.0, bytes_uncompressed=4e8, bytes_sent=1e8)
-    assert codec_cost(counted, link, 2) == (
-        "compression makes steps slower on this link: codecs take 50.0 ms of a step, and the bytes that they save "
-        "would travel in 30.0 ms. Leave compression out here."
-    )
-    assert codec_cost(counted, LinkEstimate(alpha=1e-4, beta=1e-8), 2) == ""
-    assert codec_cost(counted, None, 2) == codec_cost(SchedulerStatistics(), link, 2) == ""
 
 
 def test_compressed_steps_are_not_called_those_of_ddp() -> None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_bytescheduler.ddp.rank_strategy import model_facts, optimizer_facts
-from lightning_bytescheduler.exceptions import UnsupportedError
+from lightning_bytescheduler.ddp.rank_strategy import introduce, model_facts
 
 TYPES = (torch.float32, torch.float64)
 
@@ -25,7 +24,7 @@ def test_types_of_models_are_named() -> None:
 
 
 def test_a_model_without_shapes_is_refused_with_the_way_out() -> None:
-    with pytest.raises(UnsupportedError, match=r"nn\.LazyLinear.*Run a forward pass .* before fit"):
+    with pytest.raises(RuntimeError, match="Call `forward` to initialize the parameters"):
         model_facts(nn.LazyLinear(2).parameters())
 
 
@@ -35,17 +34,8 @@ def test_what_is_frozen_is_not_compared() -> None:
     assert model_facts(layer.parameters()) == model_facts([layer.bias])
 
 
-def test_optimizers_are_compared_by_class_and_numbers() -> None:
-    layer = nn.Linear(4, 2)
-    groups = [{"params": [layer.weight]}, {"params": [layer.bias], "lr": 0.5, "name": "biases"}]
-    facts, numbers = optimizer_facts([torch.optim.Adam(groups, lr=0.1), torch.optim.SGD([layer.bias], lr=1.0)])
-    assert facts == {"optimizers": "Adam with 2 groups, SGD with 1 groups"}
-    assert numbers["lr in group 0 of optimizer 0"] == "0.1"
-    assert numbers["lr in group 1 of optimizer 0"] == "0.5"
-    assert numbers["betas in group 0 of optimizer 0"] == "(0.9, 0.999)"
-    assert numbers["lr of optimizer 1"] == "1.0"
-    assert not [name for name in numbers if name.startswith("params")]
-
-
-def test_no_optimizer_is_said() -> None:
-    assert optimizer_facts([])[0] == {"optimizers": "none"}
+def test_what_differs_by_design_or_is_secret_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DEBUG", "LIGHTNING", "COORDINATOR_TOKEN", "SLICES_TOKEN"):
+        monkeypatch.setenv(f"BYTESCHEDULER_{name}", "1")
+    noted = introduce(0, "bytescheduler", {}).noted
+    assert [name for name in noted if "BYTESCHEDULER" in name] == ["BYTESCHEDULER_DEBUG"]

@@ -20,12 +20,12 @@ def test_the_checkpoint_of_a_fit_that_failed_is_none_of_the_next_ones() -> None:
         patch.object(DDPStrategy, "load_checkpoint", return_value={"epoch": 1, "global_step": 3}),
         patch.object(DDPStrategy, "setup_environment"),
         patch.object(DDPStrategy, "barrier"),
-        patch.object(RankStrategy, "_compare_checkpoints") as compare,
+        patch.object(RankStrategy, "_meet") as meet,
     ):
         strategy.load_checkpoint("last.ckpt")
         strategy.setup_environment()
         strategy.barrier("_CheckpointConnector.resume_end")
-    compare.assert_called_once_with(None, "")
+    assert meet.call_args.args == ("the checkpoint", {"checkpoint": "none"})
 
 
 @pytest.mark.parametrize("kind", [ByteSchedulerStrategy, ByteSchedulerFabricStrategy])

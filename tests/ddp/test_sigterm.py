@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_bytescheduler.ddp import sigterm
+from lightning_bytescheduler.exceptions import RankFailedError
 from tests.support import fit
 from tests.support.fit import Outcome, Recipe, Run, train
 from tests.support.models import Tower
@@ -81,9 +82,8 @@ def evaluate(rank: int) -> tuple[str, int]:
             seen.append(len(seen))
             if rank == 1 and len(seen) == 5:
                 os.kill(os.getpid(), signal.SIGTERM)
-            if len(seen) == 8:
-                stop: Any = trainer.strategy._sigterm._stop  # type: ignore[attr-defined]
-                until(lambda: stop._last is not None)
+            if rank == 0:
+                until(lambda: len(seen) < 8 or trainer.strategy._board.fault is not None)  # type: ignore[attr-defined]
 
     class Tested(Tower):
         def test_step(self, batch: Any, batch_idx: int) -> None:
@@ -104,12 +104,14 @@ def evaluate(rank: int) -> tuple[str, int]:
     )
     try:
         trainer.test(Tested(), verbose=False)
-    except SystemExit as error:
-        return type(error).__name__, len(seen)
+    except (SystemExit, RankFailedError) as error:
+        return f"{type(error).__name__}: {error}", len(seen)
     return "nothing", len(seen)
 
 
-def test_a_sigterm_in_a_test_ends_all_before_the_same_batch(two_ranks: RankPool) -> None:
-    (first, batches), (second, others) = two_ranks.run(evaluate)
-    assert first == second == "SIGTERMException"
-    assert 5 <= batches == others <= 9
+def test_a_sigterm_in_a_test_ends_that_rank_before_its_next_batch_and_the_others_name_it(two_ranks: RankPool) -> None:
+    (first, others), (second, batches) = two_ranks.run(evaluate)
+    assert second == "SIGTERMException: "
+    assert batches == 5
+    assert first.startswith("RankFailedError: Rank 1 failed: SIGTERMException")
+    assert others <= 8

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import json
 import sys
-from pathlib import Path
 
 import torch
 from lightning.fabric import Fabric
@@ -37,12 +36,7 @@ def main(how: str) -> None:
         atexit.register(report)
     fabric.launch()
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    if how.startswith("loads"):
-        folder = Path(how.removeprefix("loads"))
-        found = folder / f"{fabric.global_rank}.ckpt"
-        if found.exists():
-            fabric.load(found, {"model": wrapped, "optimizer": optimizer})
-    for step in range(5):
+    for step in range(4 if how == "is short" and fabric.global_rank == 0 else 5):
         fabric.backward(wrapped(torch.randn(4, 32)).square().mean())
         if how == f"fails in step {step}" and fabric.global_rank == 1:
             raise ValueError("sample 17 is broken")

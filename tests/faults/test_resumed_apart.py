@@ -29,8 +29,8 @@ def test_different_files_are_an_error_before_the_first_step(strategy: str, nurse
     step = re.escape(older.stem.removeprefix("step="))
     cases: dict[Path | None, str] = {
         None: r"none on rank 1 \(",
-        newer: r"one with digest \w{{8}} of epoch 1, step \d+ on rank 1 \(.*: {other}\)",
-        moved: r"one with digest \w{{8}} of epoch 0, step {step} on rank 1 \(.*: {other}\)",
+        newer: r"one with digest \w{{8}} of epoch 1, step \d+ on rank 1 \(",
+        moved: r"one with digest \w{{8}} of epoch 0, step {step} on rank 1 \(",
         copied: "",
     }
     if strategy == "diloco":  # the files are compared by the same code
@@ -47,15 +47,13 @@ def test_different_files_are_an_error_before_the_first_step(strategy: str, nurse
             for other in cases
         ),
     )
-    for (other, says), ranks in zip(cases.items(), ended, strict=True):
+    for says, ranks in zip(cases.values(), ended, strict=True):
         if not says:
             assert [rank.code for rank in ranks] == [0, 0], ranks[0].log
             continue
         check(ranks, "RanksDifferError: The ranks are not in the same training: ", "copy it to every machine")
-        mine = (
-            rf"checkpoint is one with digest \w{{8}} of epoch 0, step {step} on rank 0 \(.*: {re.escape(str(older))}\)"
-        )
-        theirs = says.format(step=step, other=re.escape(str(other)))
+        mine = rf"checkpoint is one with digest \w{{8}} of epoch 0, step {step} on rank 0 \(.*\)"
+        theirs = says.format(step=step)
         for rank in ranks:
             assert re.search(f"{mine}, but {theirs}", rank.log), rank.log
             assert "TRAINED" not in rank.log, rank.log

@@ -200,7 +200,7 @@ class GrowsInItsFirstStep(Tower):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (ByLossBackward, "call self.manual_backward(loss) in place of loss.backward()"),
+        (ByLossBackward, "Call self.manual_backward(loss) in place of loss.backward()"),
         (GrowsInItsFirstStep, "'late.weight', 'late.bias' are not averaged over ranks"),
     ],
 )

@@ -30,6 +30,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -38,9 +39,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
 )
 
@@ -48,7 +47,7 @@ from lightning_bytescheduler.collectives.number_exchange import PostedNumbers
 from lightning_bytescheduler.ddp.fit import Fit
 from lightning_bytescheduler.ddp.sample_weights import BatchSizes, RobustMean, Weighting
 from lightning_bytescheduler.exceptions import OptionError, UnsupportedError
-from lightning_bytescheduler.lightning_api import pl, rank_zero_info
+from lightning_bytescheduler.lightning_api import pl
 
 _LEAST_GAIN = 0.05  # fraction of a step that justifies a change
 _CERTAIN = 3.0  # times the uncertainty of a pace
@@ -81,15 +80,11 @@ def part_of(shares: Sequence[int], size: int) -> tuple[int, ...]:
 
     A rank without a sample would compute on a copy of another rank's and save no time.
     """
-    total = sum(shares)
-    parts = [share * size // total for share in shares]
-    left = sorted(range(len(shares)), key=lambda rank: (-(shares[rank] * size % total), rank))
-    for rank in left[: size - sum(parts)]:
-        parts[rank] += 1
-    while 0 in parts and size >= len(parts):
-        parts[parts.index(max(parts))] -= 1
-        parts[parts.index(0)] += 1
-    return tuple(parts)
+    if size == sum(shares):
+        return tuple(shares)
+    if size < len(shares):
+        return tuple(int(rank < size) for rank in range(len(shares)))
+    return shares_by_pace(size, [1.0 / share for share in shares], shares)
 
 
 class Balance:
@@ -170,7 +165,8 @@ class Balance:
             seconds = [spent / samples * 1e-9 if samples and spent else None for _, samples, spent in posted.rows]
             self.observe(self._taken - 1, seconds)
             self._taken += 1
-        return self.shares(number)
+        self._asked = number
+        return self.present
 
     def observe(self, batch: int, seconds: Sequence[float | None]) -> None:
         """Record the seconds per sample of each rank in batch ``batch``; ``None`` where unknown.
@@ -183,9 +179,9 @@ class Balance:
         for pace, value in zip(self._paces, seconds, strict=True):
             if value is not None and value > 0:
                 pace.observe(value)
-        paces = self._known_paces()
-        if paces is None:
+        if not all(pace.known for pace in self._paces):
             return
+        paces = [pace.mean or 0.0 for pace in self._paces]
         wanted = shares_by_pace(self.total, paces, self._limits)
         gain = _longest(current, paces) / _longest(wanted, paces) - 1.0
         if gain <= max(_LEAST_GAIN, _CERTAIN * max(pace.uncertainty for pace in self._paces)):
@@ -195,14 +191,6 @@ class Balance:
         for pace, before, now in zip(self._paces, current, wanted, strict=True):
             if abs(now - before) > 0.1 * before:
                 pace.forget()
-
-    def _known_paces(self) -> list[float] | None:
-        return [pace.mean or 0.0 for pace in self._paces] if all(pace.known for pace in self._paces) else None
-
-    def shares(self, batch: int) -> tuple[int, ...]:
-        """Return the shares of batch ``batch``. A loader that draws ahead may ask for later batches earlier."""
-        self._asked = batch
-        return self.present
 
     @property
     def present(self) -> tuple[int, ...]:
@@ -248,7 +236,7 @@ class EpochOrder(DistributedSampler[Any]):
         return f"shuffled from seed {self.seed}" if self.shuffle else "as it is"
 
 
-class BalancedBatchSampler(Sampler[list[int]]):
+class BalancedBatchSampler(BatchSampler):
     """Draws this rank's part of each batch; see the module.
 
     The last batch of an epoch may have fewer samples than there are ranks. A rank without a sample then gets a copy of
@@ -270,10 +258,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
         trained: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.sampler = order
+        super().__init__(order, batch_size, drop_last)
+        self._order = order
         self._trained = trained
-        self.batch_size = batch_size
-        self.drop_last = drop_last
         self._rank = rank
         self._shares = shares
         self._sizes: dict[int, int] = {}  # this rank's samples by number of the batch in the epoch
@@ -285,23 +272,17 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def share_of_step(self, batch: int, accumulated: int) -> float:
         """Return a batch's weight within its step, by samples of all ranks; 1 if batches are equally large."""
         step = range(batch - batch % accumulated, len(self))[:accumulated]
-        sizes = [min(self.batch_size, len(self.sampler) - n * self.batch_size) for n in step]
+        sizes = [min(self.batch_size, len(self._order) - n * self.batch_size) for n in step]
         return sizes[batch % accumulated] * len(sizes) / sum(sizes)
-
-    def __len__(self) -> int:
-        samples = len(self.sampler)
-        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         first = self._trained()
         first = first if first < len(self) else 0  # the previous epoch was complete
         self._sizes.clear()
-        order = list(self.sampler)
-        for batch in range(first, len(self)):
-            together = order[batch * self.batch_size : (batch + 1) * self.batch_size]
-            shares = part_of(self._shares(batch - first), len(together))
+        for batch, together in enumerate(islice(super().__iter__(), first, None)):
+            shares = part_of(self._shares(batch), len(together))
             start, size = sum(shares[: self._rank]), shares[self._rank]
-            self._sizes[batch] = size
+            self._sizes[first + batch] = size
             yield together[start : start + size] or together[:1]
 
 
@@ -317,36 +298,23 @@ def require_balanceable(loader: Any, how: str, device: torch.device, ranks: int)
     Raises:
         UnsupportedError: If they cannot be shared out; says why, and what to do instead.
     """
-    way_out = _WAY_OUT
-    if device.type not in ("cpu", "cuda") and how != "global":
-        why = f"this training: the time of a step is measured on CPUs and CUDA GPUs, and this trains on {device.type}"
-    elif _plan_of(loader) is not None:
+    if how != "global" and device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(
+            f"batch_size={how!r}: the time of a step is measured on CPUs and CUDA GPUs, and this trains on "
+            f"{device.type}. {_WAY_OUT}"
+        )
+    if _plan_of(loader) is not None:
         return
-    elif hasattr(loader, "plan") and hasattr(loader, "draws_ahead"):
-        why = "a loader of slices without its data module"
-        way_out = "Give the Trainer the data module: trainer.fit(model, datamodule=data)."
-    elif type(loader) is not DataLoader:
-        why = f"a {type(loader).__name__}: a plain DataLoader is needed"
-    elif isinstance(loader.dataset, IterableDataset):
-        why = "an IterableDataset: samples need numbers, to be shared out"
-        way_out = f"Or cut the data into slices, for a SliceDataModule. {_WAY_OUT}"
-    elif loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        drawn = loader.batch_sampler
-        why = f"a DataLoader with {'batches of its own' if drawn is None else type(drawn).__name__}: "
-        why += "it has to have a batch_size"
-    elif type(loader.sampler) is not DistributedSampler and (ranks > 1 or not _takes_each_once(loader)):
-        why = f"a DataLoader with a {type(loader.sampler).__name__}: Lightning has to put in its own sampler"
-        way_out = "Leave out Trainer(use_distributed_sampler=False), and the loader's sampler."
-    else:
-        return
-    raise UnsupportedError(f"batch_size={how!r} cannot share out the batches of {why}. {way_out}")
-
-
-def _takes_each_once(loader: DataLoader[Any]) -> bool:
-    sampler = loader.sampler
-    if type(sampler) is RandomSampler:
-        return not sampler.replacement and sampler.num_samples == len(cast(Any, loader.dataset))
-    return type(sampler) is SequentialSampler
+    found = [type(getattr(loader, name, None)) for name in ("batch_sampler", "sampler")]
+    in_order = (DistributedSampler,) if ranks > 1 else (DistributedSampler, SequentialSampler, RandomSampler)
+    drawn_again = found[1] is RandomSampler and loader.sampler.replacement
+    if type(loader) is not DataLoader or found[0] is not BatchSampler or found[1] not in in_order or drawn_again:
+        raise UnsupportedError(
+            f"batch_size={how!r} shares out the batches of a plain DataLoader with a batch_size and the sampler that "
+            "Lightning puts in, or of a SliceDataModule that the Trainer is given; samples need numbers. This is a "
+            f"{type(loader).__name__}, with batch sampler {found[0].__name__} and sampler {found[1].__name__}. "
+            f"{_WAY_OUT}"
+        )
 
 
 def _plan_of(loader: object) -> Any:
@@ -378,19 +346,9 @@ def arguments_of(loader: DataLoader[Any]) -> dict[str, Any]:
 @contextmanager
 def loader_resumes() -> Iterator[None]:
     """Suppress Lightning's warning that a DataLoader begins anew in mid-epoch: here it goes on."""
-    warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
-    added = warnings.filters[0]
-    try:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
         yield
-    finally:
-        if added in warnings.filters:
-            warnings.filters.remove(added)  # type: ignore[attr-defined]
-
-
-def _drawn_from(loader: DataLoader[Any], together: int | None, ranks: int) -> dict[str, Any]:
-    order = EpochOrder.of(loader)
-    size = together or loader.batch_size
-    return {"batch_size": size, "samples": len(order), "order": order.described, "ranks": ranks}
 
 
 def _in_words(data: Mapping[str, Any]) -> str:
@@ -399,19 +357,14 @@ def _in_words(data: Mapping[str, Any]) -> str:
 
 
 class BatchSharing:
-    """Gives each rank of a strategy its share of the training batches.
+    """Gives each rank its share of the training batches of one fit.
 
     Attributes:
-        balance: The shares of the current or last fit; ``None`` until its batches are shared out.
+        balance: The shares; ``None`` until batches are shared out.
     """
 
     def __init__(self, weighting: Weighting) -> None:
         self._weighting = weighting
-        self._loaders = 0  # number of loaders shared out so far
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a fit."""
         self.balance: Balance | None = None
         self._sizes: BatchSizes | None = None
         self._data: dict[str, Any] = {}  # empty for slices, which save their own position
@@ -423,7 +376,6 @@ class BatchSharing:
         trainer: pl.Trainer,
         fit: Fit | None,
         meet: Callable[[str, Mapping[str, str]], None],
-        several: bool,
     ) -> object:
         """Give each rank its share of every batch, if the user asked for that. All ranks call this together.
 
@@ -432,17 +384,20 @@ class BatchSharing:
             trainer: The trainer of the fit.
             fit: This rank's fit; ``None`` on one rank.
             meet: Checks that facts are the same on all ranks, under a name.
-            several: Whether there is another training loader.
 
         Returns:
             The loader to train on.
 
         Raises:
-            OptionError: If a batch is too small, too large for the limits of ``batch_size``, or differs from that of
-                the checkpoint's epoch.
-            UnsupportedError: If the batches cannot be shared out, or there is another loader.
+            OptionError: If a batch is too small, or too large for the limits of ``batch_size``.
+            UnsupportedError: If the batches cannot be shared out, or differ from those of the checkpoint's epoch.
         """
         how, device = str(self._weighting.batch_size), trainer.strategy.root_device
+        if fit is None and trainer.world_size > 1:
+            raise UnsupportedError(
+                "batch_size=...: training data was loaded before the model is wrapped, as by "
+                "trainer.estimated_stepping_batches in setup. Ask for that in configure_optimizers, or later."
+            )
         if fit is None and how != "global" and self.balance is None and not self._is_amid(trainer):
             return loader
         plan = _plan_of(loader)
@@ -451,20 +406,16 @@ class BatchSharing:
         rank, ranks = (0, 1) if fit is None else (dist.get_rank(), dist.get_world_size())
         require_balanceable(loader, how, device, ranks)
         if plan is None:
-            data = _drawn_from(loader, self._weighting.batch_of_all(loader.batch_size, ranks), ranks)
+            order, size = EpochOrder.of(loader), self._weighting.batch_of_all(loader.batch_size, ranks)
+            data: dict[str, Any] = {"batch_size": size or loader.batch_size, "samples": len(order)}
+            data |= {"order": order.described, "ranks": ranks}
             facts = {"the training data": _in_words(data), "the DataLoader's drop_last": str(loader.drop_last)}
             option, total, drawn = "DataLoader", data["batch_size"], loader.num_workers * (loader.prefetch_factor or 1)
         else:
             option, total, drawn = "SliceDataModule", plan.batch_size, loader.draws_ahead
             data, facts = {}, plan.facts
-        self._loaders += 1
         if fit is not None:
-            meet(f"batches {self._loaders}", facts)
-            if several:
-                raise UnsupportedError(
-                    f"batch_size={how!r} shares out the batches of one DataLoader, and there are several. Make one "
-                    "data set of them, or leave batch_size out."
-                )
+            meet("shared batches", facts)
         if total < ranks:
             hint = f"With batch_size={how!r} in the strategy it counts for all {ranks} ranks together."
             raise OptionError(f"{option}(batch_size)", total, f"{ranks} or more, one for each rank", hint)
@@ -473,7 +424,7 @@ class BatchSharing:
         shares, progress = self.balance.of_pass, trainer.fit_loop.epoch_loop.batch_progress
         if plan is None:
             self._sizes = BalancedBatchSampler(
-                EpochOrder.of(loader),
+                order,
                 total,
                 rank,
                 shares,
@@ -486,10 +437,6 @@ class BatchSharing:
             self._sizes = plan
         if fit is not None:
             fit.weights.share_out(self.balance.add, self._sizes, lambda: trainer.fit_loop.batch_idx)
-        said = f"by rank {self.balance.present}"
-        if self.balance.follows_pace:
-            said = f"by pace; a change counts {self.balance.ahead} batches later, as loaders draw ahead"
-        rank_zero_info(f"bytescheduler: batches of {total} samples are shared out {said}.")
         return loader
 
     def _balance_of(self, total: int, ranks: int, drawn: int, trainer: pl.Trainer, fit: Fit | None) -> Balance:
@@ -505,6 +452,18 @@ class BatchSharing:
             return before  # Lightning made the loader anew; the paces are still valid
         limits = self._weighting.limits(ranks, total)
         return Balance(total, ranks, ahead=ahead, limits=limits, failure=fit.own_failure)
+
+    def require_one_loader(self, trainer: pl.Trainer) -> None:
+        """Refuse several loaders of training data, once they are made.
+
+        Raises:
+            UnsupportedError: If batches are shared out, and there are several.
+        """
+        if self._weighting.batch_size is not None and len(cast(Any, trainer.fit_loop)._combined_loader.flattened) > 1:
+            raise UnsupportedError(
+                f"batch_size={self._weighting.batch_size!r} shares out the batches of one DataLoader, and there are "
+                "several. Make one data set of them, or leave batch_size out."
+            )
 
     def weigh(self, loss: torch.Tensor, trainer: pl.Trainer) -> None:
         """Weight a loss by its batch's samples within the step, on a rank that takes whole batches."""
@@ -539,18 +498,13 @@ class BatchSharing:
     def _require_same_epoch(self, data: Mapping[str, Any], trainer: pl.Trainer) -> None:
         """Check that data and batch size are those of the checkpoint's unfinished epoch."""
         differs = any(data[name] != self._resumed.get(name) for name in data.keys() - {"ranks"})
-        if not differs or not self._is_amid(trainer):
-            return
-        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-        raise OptionError(
-            "batch_size",
-            data["batch_size"],
-            "",
-            says=f"The checkpoint is of the middle of an epoch, after {progress.current.processed} of its "
-            f"{_in_words(self._resumed)}. This training has {_in_words(data)}: which samples are left cannot be told. "
-            "Give the DataLoader the same data, the same seed, and batches of the same size: with batch_size='global' "
-            "its batch_size counts for all ranks, however many there are. Or go on from the end of an epoch.",
-        )
+        if differs and self._is_amid(trainer):
+            raise UnsupportedError(
+                f"The checkpoint is of the middle of an epoch of {_in_words(self._resumed)}. This training has "
+                f"{_in_words(data)}: which samples are left cannot be told. Give the DataLoader the same data, the "
+                "same seed, and batches of the same size: with batch_size='global' its batch_size counts for all "
+                "ranks, however many there are. Or go on from the end of an epoch."
+            )
 
 
 def unfinished_batches(trainer: pl.Trainer) -> int:

@@ -43,8 +43,8 @@ import functools
 import importlib
 import os
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
@@ -170,14 +170,11 @@ def watch_entry_points(fit: Watching) -> Callable[[], None]:
         _watchers.append(fit)
         if len(_watchers) == 1:
             _replace_all()
-    left = False
 
     def leave() -> None:
-        nonlocal left
         with _lock:
-            if left:
+            if fit not in _watchers:
                 return
-            left = True
             _watchers.remove(fit)
             if not _watchers:
                 while _replaced:
@@ -198,29 +195,51 @@ def _replace_all() -> None:
     for module, name in _TAKE_THEIR_ARGUMENTS:
         _replace(module, name, _opening_arguments)
     for module, name in _DROP_GRADIENTS:
-        _replace(module, name, _leaving_gates_closed)
+        _replace(module, name, functools.partial(_within, _gates_stay_closed))
     for (module, name), reason in _NEED_ALL_OPEN.items():
-        _replace(module, name, functools.partial(_opening_everything, reason))
+        _replace(module, name, functools.partial(_within, functools.partial(_everything_open, reason)))
     for module in _RUN_BACKWARD:
-        _replace(module, "_engine_run_backward", _telling_passes)
+        _replace(module, "_engine_run_backward", functools.partial(_within, _backward_passes))
     _replace("torch.jit._recursive", "create_script_module", _noting_scripts)
     for owner, name, make in compiled_calls.entry_points():
         original = getattr(owner, name)
         _put(owner, name, original, make(original))
 
 
-def _telling_passes(run: Any) -> Any:
-    @functools.wraps(run)
-    def running(*args: Any, **kwargs: Any) -> Any:
-        adds = kwargs.get("accumulate_grad") and torch._C._current_autograd_node() is None
-        if not adds or torch.compiler.is_dynamo_compiling():
-            return run(*args, **kwargs)
-        with ExitStack() as told:
-            for fit in list(_watchers):
-                told.enter_context(fit.backward_pass())
-            return run(*args, **kwargs)
+def _within(context: Callable[..., AbstractContextManager[object]], original: Any) -> Any:
+    """Return ``original`` within a context made from its arguments; compiled code calls it alone."""
 
-    return running
+    @functools.wraps(original)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return original(*args, **kwargs)
+        with context(*args, **kwargs):
+            return original(*args, **kwargs)
+
+    return within
+
+
+@contextmanager
+def _backward_passes(*_: Any, accumulate_grad: bool = False, **__: Any) -> Iterator[None]:
+    adds = accumulate_grad and torch._C._current_autograd_node() is None
+    with ExitStack() as told:
+        for fit in list(_watchers) if adds else ():
+            told.enter_context(fit.backward_pass())
+        yield
+
+
+def _gates_stay_closed(owner: object, set_to_none: bool = True) -> AbstractContextManager[object]:
+    # A deferred step keeps its own gradients, and a gradient that is dropped need not have arrived.
+    return torch._C.DisableTorchFunctionSubclass() if set_to_none and any_closed() else nullcontext()
+
+
+@contextmanager
+def _everything_open(reason: str, *_: Any, **__: Any) -> Iterator[None]:
+    stood_aside = open_everything(reason)
+    try:
+        yield
+    finally:
+        resume(stood_aside)
 
 
 def _noting_scripts(original: Any) -> Any:
@@ -259,31 +278,5 @@ def _opening_arguments(original: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling() and any_closed():
             open_gates((args, kwargs))
         return original(*args, **kwargs)
-
-    return opening
-
-
-def _leaving_gates_closed(zero_grad: Any) -> Any:
-    @functools.wraps(zero_grad)
-    def leaving(self: Any, set_to_none: bool = True) -> Any:
-        if not set_to_none or torch.compiler.is_dynamo_compiling() or not any_closed():
-            return zero_grad(self, set_to_none)
-        # A deferred step keeps its own gradients, and a gradient that is dropped need not have arrived.
-        with torch._C.DisableTorchFunctionSubclass():
-            return zero_grad(self, set_to_none)
-
-    return leaving
-
-
-def _opening_everything(reason: str, original: Any) -> Any:
-    @functools.wraps(original)
-    def opening(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or not any_closed():
-            return original(*args, **kwargs)
-        stood_aside = open_everything(reason)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            resume(stood_aside)
 
     return opening

@@ -16,7 +16,6 @@ Only the first module that is set up has its gradients scheduled; DDP reduces th
 from __future__ import annotations
 
 import atexit
-import inspect
 import logging
 import os
 import sys
@@ -31,33 +30,26 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_bytescheduler.ddp.ddp_arguments import SCHEDULED, check_hooks, check_module, check_options
+from lightning_bytescheduler.ddp.ddp_arguments import SCHEDULED, check_module, options_of
 from lightning_bytescheduler.ddp.decided_fit import DecidedFit, open_wire, optimizer_reasons, precision_reasons
 from lightning_bytescheduler.ddp.fit_report import OverlapPlan, SchedulerStatistics
 from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks, PublishesFailures, model_facts
+from lightning_bytescheduler.exceptions import RanksDivergedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.standstill import Standing
 from lightning_bytescheduler.lightning_api import (
     FabricDDPStrategy,
     _FabricLauncher,
     rank_zero_info,
-    rank_zero_warn,
 )
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
-# Options of Fabric's strategy that are not DDP's, with their defaults.
-_LAUNCH = {name: of.default for name, of in inspect.signature(FabricDDPStrategy).parameters.items() if name != "kwargs"}
 _END_S = 10.0  # seconds to wait for the other ranks to end, too
 
-_ELSEWHERE = {
-    **dict.fromkeys(
-        ("tuning", "log_metrics", "compression", "compression_min_size", "batch_size", "servers"),
-        "It is an option of ByteSchedulerStrategy, for Trainer.",
-    ),
-    "weighting": "It is an option of ByteSchedulerStrategy, for Trainer. In a loop of your own, multiply each loss by "
-    "samples * fabric.world_size / fabric.all_reduce(torch.tensor(samples), reduce_op='sum'): then each rank counts by "
-    "its samples.",
-}
+_ELSEWHERE = dict.fromkeys(
+    ("tuning", "log_metrics", "compression", "compression_min_size", "weighting", "batch_size", "servers"),
+    "It is an option of ByteSchedulerStrategy, for Trainer.",
+)
 
 
 class ScheduledDataParallel(DistributedDataParallel):
@@ -79,16 +71,20 @@ class FabricFit(DecidedFit):
 
     def __init__(self, module: nn.Module, strategy: ByteSchedulerFabricStrategy, board: FaultBoard) -> None:
         check_module(module)
-        check_hooks(module)
         wire = open_wire(module, strategy, strategy._fit_options, board, routed=False)
         parameters = [p for p in module.parameters() if p.requires_grad]
         super().__init__(strategy, strategy._fit_options, wire, parameters)
         self._wrapper: Callable[[], ScheduledDataParallel | None] = lambda: None
         self._ids = set(map(id, module.parameters()))
+        self.ended = False
         self._has_run = False  # whether a forward pass ran since the last backward pass
         self.start()
-        progress = self.progress
-        board.stands(lambda: Standing(place=progress.phase))
+        board.stands(self._stands)
+
+    def _stands(self) -> Standing:
+        steps, place = self.progress.offered, self.progress.phase
+        counts: dict[str, Any] = dict.fromkeys(("steps", "batches", "epoch_batches"), steps)
+        return Standing(place=place, awaited_step=self.awaited_step, ended=self.ended, **counts)
 
     def wrap(self, module: nn.Module, device_ids: list[int] | None) -> ScheduledDataParallel:
         """Wrap the module with DDP, and hand its gradients to the scheduler."""
@@ -159,7 +155,6 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
     scheduled; DDP reduces those of others.
 
     Args:
-        *args: For Fabric's DDPStrategy.
         partition_size: Largest piece of gradient sent at once, in parameters. Chosen from model and link when left out;
             ``BYTESCHEDULER_PARTITION`` is used if set.
         credit: Most that may be in flight at once, in parameters. Chosen from model and link when left out;
@@ -187,7 +182,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
 
     def __init__(
         self,
-        *args: Any,
+        *,
         partition_size: int | None = None,
         credit: int | None = None,
         cross_barrier: bool = True,
@@ -200,14 +195,11 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         **kwargs: Any,
     ) -> None:
         arguments = locals()
-        buckets = {"bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": gradient_as_bucket_view}
-        named = {name: kwargs.pop(name) for name in _LAUNCH if name in kwargs}
-        launch = {**_LAUNCH, **inspect.signature(FabricDDPStrategy).bind_partial(*args, **named).arguments}
-        kwargs = check_options(ByteSchedulerFabricStrategy, kwargs, ddp=buckets, launch=launch, elsewhere=_ELSEWHERE)
+        buckets: dict[str, Any] = {"bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": gradient_as_bucket_view}
+        kwargs = options_of(ByteSchedulerFabricStrategy, FabricDDPStrategy, kwargs, elsewhere=_ELSEWHERE, **buckets)
         options = SchedulerOptions.resolve(**{name: arguments[name] for name in SCHEDULED}, tuning=False)
         self.fit: FabricFit | None = None
-        self._trains = False
-        super().__init__(**launch, **kwargs)
+        super().__init__(**kwargs)
         self._fit_options = self._options_of_fits(options)
 
     @property
@@ -262,14 +254,6 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         """See DDPStrategy."""
         if self._board is not None and self._board.fault is not None:
             raise self._board.fault
-        if not self._trains:  # meet first: another rank may load a checkpoint that this one does not
-            self._trains = True
-            self._meet("the first backward pass", {})
-            if self.fit is None:
-                rank_zero_warn(
-                    "bytescheduler: no module is set up, so gradients are not averaged over ranks, which drift apart: "
-                    "train the module that fabric.setup(model, optimizer) returns."
-                )
         with self._explained(), nullcontext() if self.fit is None else self.fit.backward():
             super().backward(tensor, module, *args, **kwargs)
 
@@ -293,7 +277,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
 
     def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
         """See DDPStrategy."""
-        with self._explained():
+        with self._explained(waits_in="all_reduce"):
             return super().all_reduce(*args, **kwargs)
 
     # ------------------------------------------------------------------ checkpoints
@@ -306,12 +290,6 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         with self._patient():
             super().save_checkpoint(path, dict(state), *args, **kwargs)
 
-    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See DDPStrategy. All ranks load the same one with ``fabric.load``; ``load_raw`` is for each rank alone."""
-        if not isinstance(state, (nn.Module, Optimizer)):
-            self._compare_checkpoints(path)
-        return super().load_checkpoint(path, state, *args, **kwargs)
-
     # ------------------------------------------------------------------ end
 
     def end(self, patience: float = _END_S) -> None:
@@ -322,6 +300,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
 
         Raises:
             RankFailedError: If another rank has failed, so that the last step is incomplete.
+            RanksDivergedError: If another rank takes more steps.
         """
         board, in_order = self._board, False
         if board is None:
@@ -330,7 +309,10 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             if not self._failed:
                 self.flush()
                 if self.fit is not None:  # wait for the other ranks, which end here, too
+                    self.fit.ended = True
                     in_order = board.all_reach("end", patience)
+                if isinstance(board.fault, RanksDivergedError):
+                    raise board.fault
         except BaseException as error:
             self.publish_failure(error)
             raise
@@ -343,11 +325,6 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
                 board.close()
 
     end_of_worker = end
-
-    def teardown(self) -> None:
-        """See DDPStrategy. Fabric never calls this; a script may. Otherwise the process does the same at exit."""
-        self.end()
-        super().teardown()
 
     def _end_before_exit(self) -> None:
         """Make the end run first at exit: other handlers stop threads, and pending updates would be lost."""

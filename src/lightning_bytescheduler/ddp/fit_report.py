@@ -12,15 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_bytescheduler.checks import some_of
 from lightning_bytescheduler.collectives.push_pull import Placement
 from lightning_bytescheduler.scheduler.task import CommTask, SubCommTask
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, COMPUTE, QUEUE, Timeline
-from lightning_bytescheduler.tuning.sizes import LinkEstimate
 
-_CODEC_THREADS = 2  # one encodes while the other sums and decodes
 _WORTH_A_LINE = 0.1  # of all steps: fewer overlapped ones were trials, which have their own lines
 
 ONE_RANK = "1 rank: nothing to schedule"
@@ -109,7 +107,8 @@ class OverlapPlan:
             first, *others = (f"because {reason}" for reason in self.reasons)
             facts = [f"steps are synchronised{how}, {first}", *others]
         elif self.as_ddp:
-            facts = [f"steps are {'' if self.compressed else 'taken '}{self._as_ddp}{because}"]
+            how = "synchronised" if self.compressed else "taken as DDP takes them"
+            facts = [f"steps are {how}{because}"]
         else:
             facts = [f"steps overlap{because}: gradients travel under the backward and the next forward pass"]
             if self.norm_needed_by:
@@ -125,10 +124,6 @@ class OverlapPlan:
             what = " and ".join(f"{count} tensors in {codec}" for codec, count in counts.most_common())
             facts.append(f"compressed with error feedback: {what}, {self.compression_ratio:.3g} times fewer bytes")
         return facts
-
-    @property
-    def _as_ddp(self) -> str:
-        return "synchronised" if self.compressed else "as DDP takes them"
 
     def __repr__(self) -> str:
         lines = self._facts()
@@ -237,13 +232,13 @@ class Record:
         self.training_thread = threading.get_ident()
         self._busy_until = 0.0
 
-    def span(self, name: str, category: str, start: float, *, step: int) -> float:
+    def span(self, name: str, category: str, start: float, **args: Any) -> float:
         """Record a span of this thread from ``start`` until now; returns its end."""
         end = self.clock()
         if self.timeline is not None:
             here = threading.current_thread()
             lane = _LANE if here.ident == self.training_thread else here.name
-            self.timeline.span(name, category, start, end, lane=lane, args={"step": step})
+            self.timeline.span(name, category, start, end, lane=lane, args=args)
         return end
 
     def waited(self, name: str, category: str, start: float, *, step: int) -> float:
@@ -257,9 +252,7 @@ class Record:
 
     def backward(self, start: float, *, step: int, kind: str) -> None:
         """Record the backward pass that ends now. ``kind`` is its step's; empty if no gradient was handed over."""
-        if self.timeline is not None:
-            args = {"step": step, **({"kind": kind} if kind else {})}
-            self.timeline.span("backward", COMPUTE, start, self.clock(), lane=_LANE, args=args)
+        self.span("backward", COMPUTE, start, step=step, **({"kind": kind} if kind else {}))
 
     def arrived(self, sub: SubCommTask) -> None:
         """Record a partition that has arrived; called by the scheduler's core."""
@@ -299,28 +292,6 @@ def summary_of(statistics: SchedulerStatistics, finding: str) -> str | None:
         return None
     line = f"{steps} steps, {overlapped} of them overlapped; training waited {statistics.exposed_ms:.1f} ms a step for "
     return f"{line}gradients; {finding}." if finding else f"{line}gradients."
-
-
-def codec_cost(statistics: SchedulerStatistics, link: LinkEstimate | None, ranks: int) -> str:
-    """Return a warning if codecs take longer than they save on the link; empty otherwise.
-
-    Args:
-        statistics: Counters of the fit so far.
-        link: The measured link, if any.
-        ranks: Number of ranks.
-    """
-    if link is None or not statistics.steps:
-        return ""
-    codecs = statistics.codec_s / _CODEC_THREADS
-    sent_per_byte = 2 * (ranks - 1) / ranks  # per byte that is all-reduced, as in the measurement of the link
-    saved = link.beta * (statistics.bytes_uncompressed - statistics.bytes_sent) / sent_per_byte
-    if codecs <= saved:
-        return ""
-    return (
-        "compression makes steps slower on this link: codecs take "
-        f"{milliseconds(codecs / statistics.steps)} ms of a step, and the bytes that they save would travel in "
-        f"{milliseconds(max(saved, 0.0) / statistics.steps)} ms. Leave compression out here."
-    )
 
 
 def milliseconds(seconds: float) -> str:

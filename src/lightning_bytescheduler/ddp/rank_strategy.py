@@ -1,6 +1,6 @@
 """DDP's strategy on ranks that report failures to each other, with or without ByteScheduler's communication.
 
-Before a training the ranks compare versions, strategy, options, models and optimizers (:func:`introduce`). While it
+Before a training the ranks compare versions, strategy, options and models (:func:`introduce`). While it
 runs, each knows how far the others are (:class:`FitPosition`): hooks count, any thread may read. A rank publishes its
 failure first. Errors that follow on other ranks then name that rank. Trainer's and Fabric's strategies share this
 (:class:`JoinedRanks`).
@@ -14,18 +14,15 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import multiprocessing
 import os
 import platform
 import re
-import socket
-import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
 import fsspec
@@ -34,23 +31,16 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_bytescheduler.checks import unknown_variables
 from lightning_bytescheduler.collectives.groups import VARIABLE, choose_interface
-from lightning_bytescheduler.ddp.ddp_arguments import check_launch_options
+from lightning_bytescheduler.ddp.ddp_arguments import require_timeout
 from lightning_bytescheduler.ddp.decided_fit import DecidedFit, FitOptions, FitTuning
 from lightning_bytescheduler.ddp.fit_report import OverlapPlan, SchedulerStatistics
-from lightning_bytescheduler.ddp.sigterm import ends_by_sigterm
+from lightning_bytescheduler.ddp.sigterm import SigtermForAll, ends_by_sigterm
 from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
-from lightning_bytescheduler.exceptions import (
-    OptionError,
-    RankFailedError,
-    RanksDivergedError,
-    SchedulerClosedError,
-    UnsupportedError,
-)
+from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError, SchedulerClosedError
 from lightning_bytescheduler.failures.board import FaultBoard, connected
 from lightning_bytescheduler.failures.messages import phrase
 from lightning_bytescheduler.failures.rendezvous import Introduction, Meeting, hold_roll_call, require_alike
@@ -60,7 +50,6 @@ from lightning_bytescheduler.lightning_api import (
     ClusterEnvironment,
     DDPStrategy,
     SIGTERMException,
-    TrainerFn,
     _init_dist_connection,
     _MultiProcessingLauncher,
     pl,
@@ -73,12 +62,10 @@ from lightning_bytescheduler.scheduler.options import SchedulerOptions
 _T = TypeVar("_T")
 _TIMEOUT_S = 1800.0
 _NEXT = "what comes next"
+_OF_ONE_RANK = ("timeline", "debug", "ignored_variables")
 _NOTHING: Mapping[str, str] = {}
-_COMPUTES_S = 10.0  # time limit of a fork's computation, which takes milliseconds
-_ENOUGH_FOR_THREADS = 2**20  # values
 _ONE_CHECKPOINT = (
-    "Have each rank resume from the same file: copy it to every machine, or use a folder that all of them share. In "
-    "Fabric, read a file for one rank alone with fabric.load_raw or torch.load."
+    "Have each rank resume from the same file: copy it to every machine, or use a folder that all of them share."
 )
 
 OUTER_STATE = "lightning_bytescheduler.diloco"
@@ -87,10 +74,15 @@ OUTER_STATE = "lightning_bytescheduler.diloco"
 _OUTCOME = "lightning_bytescheduler"
 
 
-_GROUPS_COMPARED = 16
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object, which differs between processes
-# Set for one rank by design, compared under another name, or ignored.
-_LOCAL = tuple(f"BYTESCHEDULER_{name}" for name in ("LIGHTNING", "ROOT_IP", "ROOT_PORT"))
+# Set for one rank by design, compared under another name, ignored, or secret.
+_NOT_TOLD = [
+    f"BYTESCHEDULER_{name}" for name in ("LIGHTNING", "ROOT_IP", "ROOT_PORT", "COORDINATOR_TOKEN", "SLICES_TOKEN")
+]
+_OF_TRAINER = (
+    *("max_steps", "max_epochs", "precision"),
+    *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
+)
 
 
 def introduce(
@@ -104,19 +96,11 @@ def introduce(
         options: Options that must be the same on all ranks, by name.
         trainer: The Trainer, whose own options must be the same too; may be ``None``.
     """
-    facts: dict[str, object] = {"strategy": strategy, "version of lightning-bytescheduler": __version__}
-    facts.update(options)
+    facts = {"strategy": strategy, "version of lightning-bytescheduler": __version__, **options}
     if trainer is not None:
         facts["what the Trainer does"] = getattr(trainer.state.fn, "value", trainer.state.fn)
-        facts["precision"] = trainer.precision
-        accumulated = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
-        for option in ("max_steps", "max_epochs", *accumulated):
-            facts[option] = getattr(trainer, option, None)
-    variables = {
-        name: os.environ[name]
-        for name in sorted(os.environ)
-        if name.startswith("BYTESCHEDULER_") and name not in _LOCAL
-    }
+        facts.update({option: getattr(trainer, option, None) for option in _OF_TRAINER})
+    ours = [name for name in sorted(os.environ) if name.startswith("BYTESCHEDULER_") and name not in _NOT_TOLD]
     return Introduction(
         rank=rank,
         facts={name: _text(value) for name, value in facts.items()},
@@ -124,47 +108,19 @@ def introduce(
             "torch": torch.__version__,
             PACKAGE: pl.__version__,
             "Python": ".".join(platform.python_version_tuple()[:2]),
-            **variables,
+            **{name: os.environ[name] for name in ours},
         },
     )
 
 
 def model_facts(parameters: Iterable[nn.Parameter]) -> dict[str, str]:
-    """Return the number, shapes and types of trained parameters, as facts to compare.
-
-    Raises:
-        UnsupportedError: If a parameter has no shape yet, as those of ``nn.LazyLinear``.
-    """
+    """Return the number, shapes and types of trained parameters, as facts to compare."""
     trained = [p for p in parameters if p.requires_grad]
-    if any(map(is_lazy, trained)):
-        raise UnsupportedError(
-            "The model has parameters without a shape, as those of nn.LazyLinear, which ranks cannot share. Run a "
-            "forward pass of the model with a dummy batch before fit."
-        )
     shapes = [(tuple(p.shape), str(p.dtype)) for p in trained]
     digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
     values, types = sum(p.numel() for p in trained), ", ".join(sorted({kind for _, kind in shapes}))
     tensors = f"{len(shapes)} tensors of {values:,} values, of type {types}"
     return {"trained model": f"{tensors} (digest of shapes and types {digest})"}
-
-
-def optimizer_facts(optimizers: Sequence[Optimizer]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the facts on optimizers that ranks compare.
-
-    Returns:
-        First the classes and numbers of groups, which have to be the same. Then the numbers in the groups; where they
-        differ, ranks end up with different weights.
-    """
-    kinds = [f"{type(one).__name__} with {len(one.param_groups)} groups" for one in optimizers]
-    numbers = {}
-    for index, optimizer in enumerate(optimizers):
-        which = f" of optimizer {index}" if len(optimizers) > 1 else ""
-        for place, group in enumerate(optimizer.param_groups[:_GROUPS_COMPARED]):
-            where = f" in group {place}" if len(optimizer.param_groups) > 1 else ""
-            for name, value in group.items():
-                if isinstance(value, (bool, int, float, str)) or (name == "betas" and isinstance(value, tuple)):
-                    numbers[f"{name}{where}{which}"] = str(value)
-    return {"optimizers": ", ".join(kinds) or "none"}, numbers
 
 
 def _text(value: object) -> str:
@@ -199,8 +155,6 @@ class FitPosition:
     def reached(self) -> dict[str, str]:
         """The facts that have to be the same on all ranks when a fit begins."""
         trainer = self._trainer
-        if trainer.state.fn != TrainerFn.FITTING:
-            return {}
         batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return {"progress": f"epoch {trainer.current_epoch}, batch {batch}, step {trainer.global_step}"}
 
@@ -232,16 +186,14 @@ def place_of(trainer: pl.Trainer) -> str:
     module = trainer.lightning_module
     hook = getattr(module, "_current_fx_name", None)
     where = f" ({hook})" if hook else ""
+    loop = trainer.fit_loop.epoch_loop
     if trainer.sanity_checking:
         return f"in the sanity check{where}"
-    step = trainer.fit_loop.epoch_loop.global_step
     if trainer.validating and trainer.state.fn == "fit":
-        batch = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready
-        return f"in batch {batch} of the validation after step {step}{where}"
+        batch = loop.val_loop.batch_progress.current.ready
+        return f"in batch {batch} of the validation after step {loop.global_step}{where}"
     if trainer.training:
-        return (
-            f"in epoch {trainer.current_epoch}, batch {trainer.fit_loop.epoch_loop.batch_progress.current.ready}{where}"
-        )
+        return f"in epoch {trainer.current_epoch}, batch {loop.batch_progress.current.ready}{where}"
     return f"in {trainer.state.fn}{where}"
 
 
@@ -272,6 +224,7 @@ class JoinedRanks:
     """What carries the gradients, while a fit runs and several ranks train together."""
     _board: FaultBoard | None = None
     _failed: bool = False
+    _sigterm: SigtermForAll | None = None  # if ranks end together after a SIGTERM
     _lost_weights: SchedulerClosedError | None = None  # in the last fit
     _outcome: tuple[OverlapPlan | None, SchedulerStatistics | None] = None, None  # of the last fit
     _launchers: ClassVar[tuple[type, Any]]  # Lightning's, and the class that replaces it
@@ -391,10 +344,7 @@ class JoinedRanks:
         return {
             "number of processes": dist.get_world_size(),
             "process_group_backend": self._process_group_backend,
-            "partition_size": options.partition_size,
-            "credit": options.credit,
-            "cross_barrier": options.cross_barrier,
-            "mode": options.mode,
+            **{f.name: getattr(options, f.name) for f in fields(options) if f.name not in _OF_ONE_RANK},
             "policy": options.policy.name,
             **self._ddp_kwargs,
         }
@@ -407,10 +357,10 @@ class JoinedRanks:
         return board
 
     def _meet(self, what: str, facts: Mapping[str, str], noted: Mapping[str, str] = _NOTHING, **more: str) -> None:
-        board, host = self._board, more.pop("host", socket.gethostname())
+        board = self._board
         if board is None:
             return
-        own = Introduction(rank=self.global_rank, facts={_NEXT: what, **facts}, noted=noted, host=host)
+        own = Introduction(rank=self.global_rank, facts={_NEXT: what, **facts}, noted=noted)
         with self._explained():
             ranks = hold_roll_call(
                 board.meeting_place(),
@@ -421,20 +371,6 @@ class JoinedRanks:
             )
             require_alike([replace(one, facts={_NEXT: one.facts[_NEXT]}, noted={}) for one in ranks])
             require_alike(ranks, warn=rank_zero_warn, **more)
-
-    def _compare_checkpoints(self, path: str | Path | None, written: str = "", **facts: str) -> None:
-        """Check with all other ranks that they resume from the same checkpoint.
-
-        Args:
-            path: This rank's checkpoint; ``None`` if it has none.
-            written: Its epoch and step, in words.
-            **facts: More facts that have to be the same.
-        """
-        if self._board is not None:
-            host, found = socket.gethostname(), "none"
-            if path is not None:
-                host, found = f"{host}: {path}", f"one with digest {digest_of(path)}{written}"
-            self._meet("the checkpoint", {"checkpoint": found, **facts}, host=host, way_out=_ONE_CHECKPOINT)
 
     @property
     def _longest_wait_s(self) -> float:
@@ -464,11 +400,6 @@ class JoinedRanks:
         with self._explained(waits_in="all_gather" if group in (None, dist.group.WORLD) else ""):
             return super().all_gather(tensor, group, sync_grads)  # type: ignore[misc, no-any-return]
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """See DDPStrategy."""
-        with self._explained(waits_in="all_reduce"):
-            return super().reduce_boolean_decision(decision, all)  # type: ignore[misc, no-any-return]
-
     def publish_failure(self, exception: BaseException) -> None:
         """Tell the other ranks once why this rank fails, or report here which other rank has failed."""
         if self._failed:
@@ -478,7 +409,8 @@ class JoinedRanks:
         if board is None:
             return
         board.take_over()
-        cause, orderly = self._explain(exception), self._ends_orderly(exception)
+        cause, sigterm = self._explain(exception), self._sigterm
+        orderly = isinstance(exception, SIGTERMException) and sigterm is not None and sigterm.agreed
         if isinstance(cause, SIGTERMException) and not orderly:
             board.diagnose(cause, silence=1.5)  # launchers end all ranks if one has died, which is then named
         if not isinstance(cause, RankFailedError):
@@ -489,10 +421,6 @@ class JoinedRanks:
             self.fit.fail(cause)
         self._end_with(cause)
         board.close()  # here, as teardown is skipped if another callback's on_exception raises
-
-    def _ends_orderly(self, cause: BaseException) -> bool:
-        """Return whether all ranks have agreed to end because of ``cause``."""
-        return False
 
     def _end_with(self, cause: BaseException) -> None:
         """End this rank's other communication because of ``cause``."""
@@ -522,12 +450,14 @@ class JoinedRanks:
     def _ending(self, error: BaseException) -> BaseException:
         """Return ``error``, or this rank's own SIGTERM if it has got one like the rank that ``error`` names."""
         elsewhere = isinstance(error, RankFailedError) and error.cause == phrase(SIGTERMException())
-        return SIGTERMException() if elsewhere and self._got_sigterm() else error
+        trainer = self._trainer if elsewhere else None
+        return SIGTERMException() if trainer is not None and trainer.received_sigterm else error
 
-    def _got_sigterm(self) -> bool:
+    @property
+    def _trainer(self) -> pl.Trainer | None:
+        """The Trainer that runs; ``None`` in Fabric."""
         module = getattr(self, "lightning_module", None)
-        trainer = None if module is None else module._trainer
-        return trainer is not None and bool(trainer.received_sigterm)
+        return None if module is None else module._trainer
 
 
 class _Outcome:
@@ -542,21 +472,10 @@ class PublishesFailures:
 
     _strategy: Any
     _start_method: Any
-    _one_thread = False
-
-    def launch(self, *args: Any, **kwargs: Any) -> Any:
-        """See Lightning's launcher. Forked ranks compute with one thread where several would hang."""
-        self._one_thread = self._start_method == "fork" and not _forks_compute()
-        if self._one_thread:
-            rank_zero_warn(
-                "bytescheduler: each rank computes with one thread. This process has computed with several, which a "
-                "fork does not have, and its ranks would wait for them forever. For more, restart the notebook's "
-                "kernel, and compute nothing before the training."
-            )
-        return super().launch(*args, **kwargs)  # type: ignore[misc]
 
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
-        if self._one_thread:
+        if self._start_method == "fork":
+            # If the forked process has computed with several threads, this one would wait for them forever.
             os.environ["OMP_NUM_THREADS"] = "1"  # Lightning does not overwrite it
             torch.set_num_threads(1)
         try:
@@ -565,25 +484,6 @@ class PublishesFailures:
         except BaseException as error:
             self._strategy.publish_failure(error)
             raise
-
-
-def _forks_compute() -> bool:
-    """Whether a fork of this process can compute with several threads. It cannot once the process itself has."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about threads that a fork leaves behind
-        process = multiprocessing.get_context("fork").Process(target=_compute, name="bytescheduler-fork")
-        process.start()
-    process.join(_COMPUTES_S)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-    return process.exitcode == 0
-
-
-def _compute() -> None:
-    torch.set_num_threads(max(torch.get_num_threads(), 2))
-    torch.ones(_ENOUGH_FOR_THREADS, dtype=torch.float32, device="cpu").add_(1)
-    os._exit(0)
 
 
 class PublishingLauncher(PublishesFailures, _MultiProcessingLauncher):
@@ -603,39 +503,35 @@ class PublishingLauncher(PublishesFailures, _MultiProcessingLauncher):
         self._strategy._outcome = extra[_OUTCOME].of_fit
 
 
-_said: set[str] = set()  # messages on environment variables, each shown once per process
-
-
 class RankStrategy(JoinedRanks, DDPStrategy):
     """Steps and failures of both of this package's strategies for Trainer."""
 
     _launchers = _MultiProcessingLauncher, PublishingLauncher
     _know_ranks = DDPStrategy.set_world_ranks
-    example_option: ClassVar[str] = ""
-    """An option of the strategy with a value, for messages."""
 
     def __init__(self, **options: Any) -> None:
         self._position: FitPosition | None = None  # if all ranks train together
         self.fit: TrainerFit | None = None
         self._fit_options: FitOptions | None = None  # if ByteScheduler carries the gradients
-        self._checkpoint: tuple[Any, str] | None = None  # a checkpoint's path, and when it was written
-        check_launch_options(options, strategy=type(self).__name__, example=self.example_option)
+        self._checkpoint = "none"  # what this rank resumes from, in words
+        require_timeout(options)
         for sentence in unknown_variables(os.environ):
-            if sentence not in _said:
-                _said.add(sentence)
-                rank_zero_warn(sentence)
+            rank_zero_warn(sentence)
         super().__init__(**options)
 
     def setup_environment(self) -> None:
         """See DDPStrategy."""
-        self._checkpoint = None  # a fit that failed may have loaded it
+        self._checkpoint = "none"  # a fit that failed may have loaded one
         super().setup_environment()
 
     # ------------------------------------------------------------------ the fit
 
     def begin_fit(self) -> None:
         """Begin a fit before the model is wrapped, if ByteScheduler carries the gradients of several ranks."""
-        if self._fit_options is not None and self._board is not None and self.lightning_module is not None:
+        module = self.lightning_module
+        if self._fit_options is None or self._board is None or module is None:
+            return
+        if any(p.requires_grad for p in module.parameters()):  # otherwise DDP refuses the model
             self._lost_weights = None
             self.fit = TrainerFit.begin(self, self._fit_options, self._board)
 
@@ -643,17 +539,14 @@ class RankStrategy(JoinedRanks, DDPStrategy):
 
     def await_batch(self) -> None:
         """Wait until the first rank has begun this batch too, if ranks begin batches together."""
+        if self._sigterm is not None:
+            self._sigterm.await_batch_begun()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """See DDPStrategy."""
         batch = args[0] if args else next(iter(kwargs.values()), None)
         with self._explained(), nullcontext() if self.fit is None else self.fit.forward(batch):
             return super().training_step(*args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See DDPStrategy."""
-        with self._explained():
-            return super().validation_step(*args, **kwargs)
 
     def count_epoch(self) -> None:
         """Record that an epoch begins."""
@@ -674,13 +567,7 @@ class RankStrategy(JoinedRanks, DDPStrategy):
         with self._explained(), nullcontext() if self.fit is None else self.fit.backward_of(closure_loss):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the closure; defer the step if its gradients are in flight. See DDPStrategy."""
         step = super().optimizer_step
         if self.fit is None:
@@ -697,23 +584,19 @@ class RankStrategy(JoinedRanks, DDPStrategy):
             self.fit.take_over(self.model)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See DDPStrategy. An error about a file that is cut off names it."""
-        try:
-            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        except Exception as error:
-            if not is_cut_off(checkpoint_path):
-                raise
-            hint = "The file is cut off, or is none. Take an earlier one."
-            raise OptionError("ckpt_path", os.fspath(checkpoint_path), "a whole checkpoint", hint) from error
-        self._checkpoint = checkpoint_path, f" of epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
+        """See DDPStrategy."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        written = f"of epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
+        self._checkpoint = f"one with digest {digest_of(checkpoint_path)} {written}"
         return checkpoint
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """See DDPStrategy. After restoring, ranks compare checkpoints before any of them validates or trains."""
         # Lightning calls this with or without a checkpoint.
         if args[:1] == ("_CheckpointConnector.resume_end",) and not self._failed:
-            (path, written), self._checkpoint = self._checkpoint or (None, ""), None
-            self._compare_checkpoints(path, written, **({} if self._position is None else self._position.reached))
+            reached = {} if self._position is None else self._position.reached
+            found, self._checkpoint = self._checkpoint, "none"
+            self._meet("the checkpoint", {"checkpoint": found, **reached}, way_out=_ONE_CHECKPOINT)
         super().barrier(*args, **kwargs)
 
     # ------------------------------------------------------------------ failures
@@ -741,7 +624,7 @@ def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
     return callbacks
 
 
-def digest_of(path: str | Path) -> str:
+def digest_of(path: Any) -> str:
     """Return a digest that is equal for copies of a checkpoint and differs for others.
 
     Torch writes an archive whose directory has a checksum of each part, so only the directory is read.
@@ -756,12 +639,3 @@ def digest_of(path: str | Path) -> str:
     except Exception:  # only the plugin that wrote it can read it
         return "unknown"
     return f"{zlib.crc32(repr(parts).encode()):08x}"
-
-
-def is_cut_off(path: str | Path) -> bool:
-    """Return whether a file lacks the end of the archive that torch writes; ``False`` if it cannot be read."""
-    try:
-        with fsspec.open(str(path), "rb") as file:
-            return not zipfile.is_zipfile(file)
-    except Exception:  # the error that reading it as a checkpoint gave says more
-        return False

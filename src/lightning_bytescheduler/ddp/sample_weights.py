@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -111,20 +110,19 @@ class BatchSizes(Protocol):
         """Return a batch's weight among the ``accumulated`` ones of its step; 1 if all are equally large."""
 
 
-def tensors_in(batch: Any) -> Iterator[torch.Tensor | int]:
-    """Yield the tensors of a nested batch, in order; for a batch of graphs, the number of graphs."""
-    graphs: Any = getattr(batch, "num_graphs", None)  # torch_geometric: its tensors have a row for each node or edge
-    if isinstance(batch, torch.Tensor) or is_whole(graphs):
-        yield batch if isinstance(batch, torch.Tensor) else graphs
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a nested batch, in order."""
+    parts: Iterable[Any] = ()
+    if isinstance(batch, torch.Tensor):
+        yield batch
     elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_in(value)
+        parts = batch.values()
     elif isinstance(batch, Iterable) and not (isinstance(batch, (str, bytes, Iterator)) or hasattr(batch, "__array__")):
-        for value in batch:
-            yield from tensors_in(value)
+        parts = batch
     elif is_dataclass(batch):
-        for field in fields(batch):
-            yield from tensors_in(getattr(batch, field.name))
+        parts = [getattr(batch, field.name) for field in fields(batch)]
+    for part in parts:
+        yield from tensors_in(part)
 
 
 def samples_in(batch: Any) -> int:
@@ -136,14 +134,12 @@ def samples_in(batch: Any) -> int:
         ValueError: If there is no tensor, or their lengths differ; says so.
     """
     found = list(tensors_in(batch))
-    lengths = {one if isinstance(one, int) else len(one) for one in found if isinstance(one, int) or one.ndim}
-    if len(lengths) == 1:
-        return lengths.pop()
-    if lengths:
+    lengths = {len(tensor) for tensor in found if tensor.ndim}
+    if len(lengths) > 1:
         shown = ", ".join(map(str, sorted(lengths)[:_LENGTHS_SHOWN]))
         raise ValueError(f"its tensors have different lengths ({shown}), so that none says how many samples there are")
     if found:
-        return 1
+        return lengths.pop() if lengths else 1
     raise ValueError(f"it is a {type(batch).__name__} without a tensor")
 
 
@@ -155,10 +151,10 @@ class SampleCounter:
     """
 
     def __init__(self, samples: Callable[[Any], Any] | None, rank: int) -> None:
-        self._samples = samples
+        self._samples = samples or samples_in
         self.rank = rank
         self._batches = 0
-        self.name = "samples" if samples is None else name_of(samples)
+        self.name = "samples" if samples is None else getattr(samples, "__qualname__", type(samples).__name__)
 
     def count(self, batch: Any) -> int:
         """Return the samples of the next batch.
@@ -169,24 +165,13 @@ class SampleCounter:
         self._batches += 1
         if isinstance(batch, Iterator):  # reading it would use it up
             raise self._error("training_step(dataloader_iter) has no batch to count samples of")
-        if self._samples is None:
-            try:
-                return samples_in(batch)
-            except (ValueError, RecursionError, TypeError) as error:
-                raise self._error(f"its batch has no size: {error}") from error
         try:
             number = self._samples(batch)
+            whole = int(number)
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            raise self._error(f"the function failed with {said}") from error
-        one = number.item() if isinstance(number, torch.Tensor) and number.numel() == 1 else number
-        try:
-            whole = -1 if isinstance(one, bool) or int(one) != one else int(one)
-        except (TypeError, ValueError, OverflowError):
-            whole = -1
-        if not 0 <= whole < _MOST:
-            shown = f"{number!r} of type {type(number).__name__}"
-            raise self._error(f"the function returned {shown}")
+            raise self._error(f"its samples cannot be counted: {type(error).__name__}: {error}") from error
+        if whole != number or isinstance(number, bool) or not 0 <= whole < _MOST:
+            raise self._error(f"the function returned {number!r} of type {type(number).__name__}")
         return whole
 
     def _error(self, fact: str) -> OptionError:
@@ -265,22 +250,12 @@ class StepWeight:
         self._ranks = ranks
         self._batches = batches
 
-    @property
-    def has_no_sample(self) -> bool:
-        """Whether all ranks' samples are known to be none."""
-        posted = [posted for _, posted in self._batches]
-        return bool(posted) and all(each.known for each in posted) and not self._total
-
-    @property
-    def _total(self) -> int:
-        return sum(row[0] for _, posted in self._batches for row in posted.rows)
-
     @cached_property
     def factor(self) -> float:
         """The weight, once it is known; 0 if this rank has no sample, and for all ranks if none has one."""
         if not self._batches:
             return 1.0 / self._ranks
-        total = self._total
+        total = sum(row[0] for _, posted in self._batches for row in posted.rows)
         return _first(self._batches) * len(self._batches) / total if total else 0.0
 
     def when_known(self, then: Callable[[], None]) -> None:
@@ -337,8 +312,6 @@ class SampleWeights:
         self._batch: tuple[int, PostedNumbers] | None = None
         self._step: list[tuple[int, PostedNumbers]] = []  # batches since the last pass that communicated
         self._in_backward = False
-        self._last = self.equal  # of the step before
-        self._warned = False
 
     def begin_batch(self, batch: Any) -> None:
         """Begin the forward pass of ``batch``: post its number of samples, without waiting for the others'.
@@ -349,14 +322,6 @@ class SampleWeights:
         counter, exchange = self._counter, self._exchange
         if counter is None or exchange is None:
             return
-        if self._last.has_no_sample and not self._warned:
-            self._warned = True
-            if counter.rank == 0:
-                warnings.warn(
-                    f"bytescheduler: weighting={counter.name!r} has counted no sample on any rank in a whole step. "
-                    f"The gradient of such a step is 0. If this is not meant: {_WAY_OUT}",
-                    stacklevel=2,
-                )
         size = None if self._sizes is None else self._sizes.size_of(self._position())
         number = 0 if size == 0 else counter.count(batch)
         took = self._took if self._device_time is None else self._device_time.latest()
@@ -427,10 +392,7 @@ class SampleWeights:
         batches, self._step = self._step, []
         if not self._in_backward and self._batch is not None:  # a loss.backward() outside of Lightning
             batches.append(self._batch)
-        if not batches:
-            return self.equal
-        self._last = StepWeight(self._ranks, batches)
-        return self._last
+        return StepWeight(self._ranks, batches) if batches else self.equal
 
     def close(self, timeout: float) -> None:
         """End the exchange of numbers within ``timeout`` seconds."""
@@ -440,11 +402,6 @@ class SampleWeights:
 
 def _first(batches: Sequence[tuple[int, PostedNumbers]]) -> int:
     return next((number for number, _ in batches if number), 0)
-
-
-def name_of(function: Any) -> str:
-    """Return a function's name for messages."""
-    return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 _CHANGED_AFTER = 5  # values in a row; a disturbance is shorter

@@ -3,18 +3,21 @@
 As each batch begins, Lightning broadcasts whether rank 0 has got a SIGTERM. A rank that gets one calls the broadcast at
 once, and no other rank joins. If that is not rank 0, it waits forever, and all others wait for it.
 
-Where ranks train together the broadcast of each batch remains. So no rank hands over gradients of a batch that another
-rank has not begun, and a late rank can be named. But it is asynchronous: it runs during the loading and the forward
-pass, and is awaited before the backward pass. It has its own group, of gloo: after a failure a rank may have begun more
-batches than another, and its receives must not match other broadcasts.
+Where ranks train together the broadcast of each batch remains. So no rank hands over gradients of a batch that rank 0
+has not begun, and a late rank can be named. But it is asynchronous: it runs during the loading and the forward pass,
+and is awaited before the backward pass. It has its own group, of gloo: after a failure a rank may have begun more
+batches than another, and its receives must not match other broadcasts. Rank 0 learns of signals to other ranks from the
+store (``failures/board.py``). What its broadcast says in one batch holds for all ranks from the next batch on.
+
+In an evaluation ranks may have unequally many batches, and do not broadcast. Within a fit a SIGTERM counts from the
+next batch of training on. In a run without training the rank that gets it ends before its next batch, and so do the
+others, with an error that names it.
 
 After SLURM's signal before a job's time limit all ranks save after the same step, and the job is requeued. Lightning
 saves in the signal handler: at any instruction of a step or a collective, at a different one on each rank. Saving needs
 the same collectives on all ranks, so they could wait for each other forever or save half a step. Here the handler only
-sets a flag. The ranks agree on a batch (``failures/board.py``), and at the end of its step all do Lightning's work:
-save the checkpoint for the requeued job, and run ``scontrol requeue``. Training goes on until SLURM ends it.
-
-All save after the same step, as they agree on the batch and the same batch ends the step on all ranks.
+asks for it. At the end of the step in which rank 0's broadcast tells it, all do Lightning's work: save the checkpoint
+for the requeued job, and run ``scontrol requeue``. Training goes on until SLURM ends it.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.operations import broadcast_from_first, ends_within, wait_unless
-from lightning_bytescheduler.failures.board import AgreedStop, FaultBoard
+from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.standstill import break_connections, waiting
 from lightning_bytescheduler.lightning_api import SIGTERMException, SLURMEnvironment, TrainerFn, pl
 from lightning_bytescheduler.scheduler.threads import short_turns
@@ -43,7 +46,6 @@ log = logging.getLogger(__name__)
 
 _HANDLER = "_slurm_sigusr_handler_fn"  # attribute of Lightning's signal connector
 _OBSERVER = "child-process-observer"  # thread of Lightning's launcher
-_ALL_STOP_S = 20.0  # seconds; schedulers kill after 30
 _BEGUN_S = 1.0  # seconds for messages in flight
 _LOOK_EVERY = timedelta(seconds=0.5)
 
@@ -57,20 +59,13 @@ class RequeueForAll(pl.Callback):
     """Saves and requeues at the end of a step, once a signal has reached any rank.
 
     Args:
-        stop: The ranks' agreement on a batch, for this signal only, as training goes on after it. ``None`` on one rank.
-        failure: Returns the reason why the other ranks will not answer, if any.
-        timeout: Longest wait for them, in seconds.
+        ranks: Tells all ranks; ``None`` for a rank that trains by itself.
     """
 
-    def __init__(
-        self, stop: AgreedStop | None, *, failure: Callable[[], BaseException | None] = lambda: None, timeout: float = 0
-    ) -> None:
-        self._stop = stop
-        self._failure = failure
-        self._timeout = timeout
+    def __init__(self, ranks: SigtermForAll | None) -> None:
+        self._ranks = ranks
         self._asked = False
         self._requeue: Callable[[], object] = lambda: None
-        self._due = False
         self._done = False
 
     @contextmanager
@@ -98,19 +93,15 @@ class RequeueForAll(pl.Callback):
     def ask(self) -> None:
         """Request saving and requeueing; safe in a signal handler."""
         self._asked = True
-        if self._stop is not None:
-            self._stop.ask()
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, idx: int) -> None:
-        """Check whether the ranks have agreed on this batch or an earlier one."""
-        if not self._due:
-            self._due = self._asked if self._stop is None else self._stop.begin_batch(self._failure, self._timeout)
+        if self._ranks is not None:
+            self._ranks.requeue.ask()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save and requeue once, if it is due and a step has ended."""
-        if self._due and not self._done and not trainer.fit_loop._should_accumulate():
+        due = self._asked if self._ranks is None else self._ranks.requeues
+        if due and not self._done and not trainer.fit_loop._should_accumulate():
             self._done = True
             self._requeue()
 
@@ -171,16 +162,23 @@ def ends_by_sigterm(exception: SIGTERMException, rank: int) -> None:
 
 
 class SigtermForAll:
-    """After a SIGTERM to any rank, ends all ranks before the same batch, of training or validation."""
+    """After a SIGTERM to any rank, ends all ranks before the same batch of training; also passes on SLURM's signal.
+
+    Attributes:
+        agreed: Whether all ranks end here, and know it.
+        requeue: Asks all ranks to save and requeue.
+        requeues: Whether they do so at the end of this batch's step.
+    """
 
     def __init__(self, trainer: pl.Trainer, board: FaultBoard) -> None:
         self._trainer = trainer
         self._strategy: Any = trainer.strategy
         self._board = board
-        self._stop = board.agree_on_stop()
-        self.agreed = False  # all ranks end here, and know it
+        self._stop, self.requeue = board.request("stop"), board.request("requeue")
+        self.agreed = self.requeues = False
         self._group: dist.ProcessGroup | None = None  # for these broadcasts only
         self._begun: dist.Work | None = None  # completes when rank 0 has begun this batch, too
+        self._told = torch.zeros(2, dtype=torch.float32, device="cpu")  # by rank 0: whether to stop, and to requeue
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -191,15 +189,8 @@ class SigtermForAll:
         if self._trainer.state.fn == TrainerFn.FITTING:
             with short_turns():  # for gloo's threads
                 self._group = dist.new_group(timeout=timedelta(seconds=self._strategy._longest_wait_s), backend="gloo")
-
-        def begins_batch() -> None:
-            self.begin_batch()
-            if self._group is not None:
-                self.await_batch_begun()  # the last batch may have had no backward pass
-                self._begun = broadcast_from_first(self._group, torch.zeros(1, dtype=torch.float32, device="cpu"))
-
         try:
-            with own_sigterm(self._trainer, received=self._stop.ask, begins_batch=begins_batch):
+            with own_sigterm(self._trainer, received=self._stop.ask, begins_batch=self._begin_batch):
                 yield
         finally:
             self.call_off()
@@ -209,6 +200,17 @@ class SigtermForAll:
     def _received(self) -> None:
         connector: Any = self._trainer._signal_connector
         connector.received_sigterm = True
+
+    def _begin_batch(self) -> None:
+        self.await_batch_begun()  # the last batch may have had no backward pass
+        stops, self.requeues = map(bool, self._told.tolist())
+        if stops:
+            self._strategy.flush()
+            self.end_training()
+        if self._group is not None:
+            if self._stop.known or self.requeue.known:
+                self._told.copy_(torch.tensor([self._stop.known, self.requeue.known]))
+            self._begun = broadcast_from_first(self._group, self._told)
 
     def await_batch_begun(self) -> None:
         """Wait until rank 0 has begun this batch, too.
@@ -233,7 +235,7 @@ class SigtermForAll:
         leave(group, idle=idle)
 
     def end_training(self) -> None:
-        """End here after the last step if any rank has got a SIGTERM; all ranks call this.
+        """End here, after the last step or earlier, if any rank has got a SIGTERM; all ranks call this.
 
         Raises:
             SIGTERMException: If so.
@@ -244,19 +246,15 @@ class SigtermForAll:
             self._received()
             raise SIGTERMException
 
-    def begin_batch(self, *, trains: bool = True) -> None:
-        """End here if all ranks do.
+    def begin_evaluated_batch(self) -> None:
+        """End here if another rank has failed, or without training if this one has got a SIGTERM.
 
         Raises:
             SIGTERMException: If so.
+            RankFailedError: Names the other rank.
         """
-        failure, timeout = self._strategy._no_hope, self._strategy._longest_wait_s
-        if not self._stop.begin_batch(failure, timeout, trains=trains):
-            return
-        # A slower rank may still be in its last batch, and would lack this rank's gradients if it ended now.
-        self._strategy.flush()
-        self.agreed = self._board.all_reach("stopped", min(timeout, _ALL_STOP_S))
-        if not self.agreed:
-            log.warning("[rank %d] ends after a SIGTERM; some ranks have not got as far", self._trainer.global_rank)
-        self._received()
-        raise SIGTERMException
+        if self._stop.asked and self._group is None:  # in a fit all end together, before the next batch of training
+            self._received()
+            raise SIGTERMException
+        if self._board.fault is not None:
+            raise self._board.fault

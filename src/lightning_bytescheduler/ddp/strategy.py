@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
@@ -16,45 +15,28 @@ import torch
 from lightning_bytescheduler.checks import require_bool
 from lightning_bytescheduler.ddp.batches import BatchSharing, loader_resumes
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
-from lightning_bytescheduler.ddp.ddp_arguments import ELSEWHERE, EXAMPLE, HOOKS, LAUNCH, SCHEDULED, check_options
+from lightning_bytescheduler.ddp.ddp_arguments import SCHEDULED, options_of
 from lightning_bytescheduler.ddp.fit_report import ONE_RANK, OverlapPlan, SchedulerStatistics
 from lightning_bytescheduler.ddp.rank_strategy import (
-    OUTER_STATE,
     FitPosition,
     RankStrategy,
     callbacks_of,
     model_facts,
-    optimizer_facts,
 )
 from lightning_bytescheduler.ddp.sample_weights import SampleCounter, Weighting
 from lightning_bytescheduler.ddp.sigterm import RequeueForAll, SigtermForAll, requeues
-from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.ddp.wire import ServerOptions
-from lightning_bytescheduler.exceptions import OptionError, RanksDivergedError, UnsupportedError
+from lightning_bytescheduler.exceptions import RanksDivergedError
 from lightning_bytescheduler.lightning_api import (
-    CheckpointIO,
-    ClusterEnvironment,
-    Precision,
+    DDPStrategy,
     RunningStage,
-    SIGTERMException,
     TrainerFn,
-    default_pg_timeout,
     pl,
     rank_zero_info,
 )
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
 log = logging.getLogger(__name__)
-
-_TINY = 1024  # parameters
-
-_ELSEWHERE = {
-    **ELSEWHERE,
-    **{
-        name: f"It is an option of the other strategy: DiLoCoStrategy({name}=...)."
-        for name in ("inner_steps", "outer_lr", "outer_optimizer", "samples_per_round", "wire_dtype")
-    },
-}
 
 
 class ByteSchedulerStrategy(RankStrategy):
@@ -65,18 +47,6 @@ class ByteSchedulerStrategy(RankStrategy):
     weights are DDP's: bit for bit at two ranks; with more ranks and with clipping, equal to rounding.
 
     Args:
-        accelerator: As for :class:`~lightning.pytorch.strategies.DDPStrategy`, like all positional arguments.
-        parallel_devices: See DDPStrategy.
-        cluster_environment: See DDPStrategy.
-        checkpoint_io: See DDPStrategy.
-        precision_plugin: See DDPStrategy.
-        ddp_comm_state: Must be left out: the scheduler is the comm hook.
-        ddp_comm_hook: Must be left out: the scheduler is the comm hook.
-        ddp_comm_wrapper: Must be left out: the scheduler is the comm hook.
-        model_averaging_period: Must be left out: post-local SGD needs its own comm hook.
-        process_group_backend: See DDPStrategy.
-        timeout: Also bounds every wait for gradients.
-        start_method: See DDPStrategy.
         partition_size: Largest piece of gradient sent at once, in parameters. Chosen from model and link when left out;
             ``BYTESCHEDULER_PARTITION`` is used if set.
         credit: Most that may be in flight at once, in parameters. Chosen from model and link when left out;
@@ -117,30 +87,19 @@ class ByteSchedulerStrategy(RankStrategy):
         bucket_cap_mb: Size at which DDP closes a bucket, in MiB. A bucket's arrival opens its layers' gates. Chosen
             from model and link when left out.
         gradient_as_bucket_view: See DistributedDataParallel. ``False`` is honoured, but keeps steps from overlapping.
-        **kwargs: For :class:`~torch.nn.parallel.DistributedDataParallel`, see the documentation's page on options.
+        **kwargs: For :class:`~lightning.pytorch.strategies.DDPStrategy`, whose ``timeout`` also bounds every wait for
+            gradients, and for :class:`~torch.nn.parallel.DistributedDataParallel`; see the documentation's page on
+            options.
 
     Raises:
         OptionError: If an option or environment variable has a value that is not allowed.
         UnsupportedError: If a DDP option cannot be honoured.
     """
 
-    example_option = EXAMPLE
     has_sizes_to_tune = True
 
     def __init__(
         self,
-        accelerator: pl.accelerators.Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        ddp_comm_state: object | None = None,
-        ddp_comm_hook: Callable[..., Any] | None = None,
-        ddp_comm_wrapper: Callable[..., Any] | None = None,
-        model_averaging_period: int | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         *,
         partition_size: int | None = None,
         credit: int | None = None,
@@ -162,25 +121,16 @@ class ByteSchedulerStrategy(RankStrategy):
     ) -> None:
         arguments = locals()
         require_bool("log_metrics", log_metrics)
-        ddp = {name: arguments[name] for name in (*HOOKS, "bucket_cap_mb", "gradient_as_bucket_view")}
-        kwargs = check_options(ByteSchedulerStrategy, kwargs, ddp=ddp, launch={}, elsewhere=_ELSEWHERE)
+        buckets: dict[str, Any] = {"bucket_cap_mb": bucket_cap_mb, "gradient_as_bucket_view": gradient_as_bucket_view}
+        kwargs = options_of(ByteSchedulerStrategy, DDPStrategy, kwargs, **buckets)
         self._options = SchedulerOptions.resolve(**{name: arguments[name] for name in SCHEDULED}, tuning=tuning)
-        _say_if_tiny(partition_size=self._options.partition_size, credit=self._options.credit)
-        if os.environ.get("BYTESCHEDULER_COORDINATOR"):
-            rank_zero_info("bytescheduler: BYTESCHEDULER_COORDINATOR is ignored: it is for strategy='diloco'.")
         self._rules = CompressionRules.resolve(compression, compression_min_size)
         self._weighting = Weighting(weighting, batch_size)
-        if start_method in ("spawn", "forkserver") and "<" in getattr(weighting, "__qualname__", ""):
-            hint = f"start_method={start_method!r} pickles it, which fails with a lambda or a function in a function."
-            raise OptionError("weighting", weighting, "a function at the top of a module", hint)
         self._sharing = BatchSharing(self._weighting)
-        self._loaders: list[object] = []  # loaders of training data that are used together
         self._servers = ServerOptions.resolve(servers, self._rules)
         self._log_metrics = log_metrics
-        self._hooks: SchedulerHooks | None = None
-        self._sigterm: SigtermForAll | None = None
         self._during_fit = ExitStack()  # contexts that last as long as a fit
-        super().__init__(**{name: arguments[name] for name in LAUNCH}, **kwargs)
+        super().__init__(**kwargs)
         self._fit_options = self._options_of_fits(
             self._options,
             rules=self._rules,
@@ -237,22 +187,26 @@ class ByteSchedulerStrategy(RankStrategy):
         super().setup_environment()
         self._release()  # what is left of a failed fit whose teardown was skipped
         self._failed = False
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._sharing.begin()
-        if trainer is not None and self.world_size > 1:
+        trainer = self._trainer
+        if trainer is None:
+            return
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits:
+            self._sharing = BatchSharing(self._weighting)
+        if fits and self._weighting.batch_size is not None:
+            self._during_fit.enter_context(loader_resumes())
+        if self.world_size > 1:
             self._board = self._join("bytescheduler", self._common_options(), trainer)
             self._position = FitPosition(trainer)
             self._board.stands(self._position.standing)
             self._sigterm = SigtermForAll(trainer, self._board)
-            self._hooks = SchedulerHooks(self, self._sigterm, log_metrics=self._log_metrics)
-            callbacks_of(trainer).insert(0, self._hooks)
+            hooks = SchedulerHooks(self, self._sigterm)
+            callbacks_of(trainer).insert(0, hooks)
+            self._during_fit.callback(lambda: callbacks_of(trainer).remove(hooks))
             self._tuning.bring_tuner(callbacks_of(trainer))
             self._during_fit.enter_context(self._sigterm.handled())
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING and requeues(self.cluster_environment):
-            agreed = None if self._board is None else self._board.agree_on_stop("requeue")
-            requeue = RequeueForAll(agreed, failure=self._no_hope, timeout=self._longest_wait_s)
-            self._during_fit.enter_context(requeue.handled(trainer))
+        if fits and requeues(self.cluster_environment):
+            self._during_fit.enter_context(RequeueForAll(self._sigterm).handled(trainer))
 
     def setup_distributed(self) -> None:
         """Meet the other ranks; see DDPStrategy."""
@@ -260,44 +214,21 @@ class ByteSchedulerStrategy(RankStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Share training data out, if the user asked for that; see DDPStrategy."""
-        module = self.lightning_module
-        if module is None or module.trainer.state.stage != RunningStage.TRAINING:
-            return dataloader
-        self._loaders.append(dataloader)
-        if self._weighting.batch_size is None:
+        trainer = self._trainer
+        if self._weighting.batch_size is None or trainer is None or trainer.state.stage != RunningStage.TRAINING:
             return dataloader
         with self._explained():
-            fit = self._fit_of_data() if self._board is not None else None
-            made = self._sharing.share_out(dataloader, module.trainer, fit, self._meet, several=len(self._loaders) > 1)
-        if made is not dataloader:
-            self._during_fit.enter_context(loader_resumes())
-        return made
-
-    def _fit_of_data(self) -> TrainerFit:
-        """Return the fit through which ranks report their batches.
-
-        Raises:
-            UnsupportedError: If there is none yet.
-        """
-        if self.fit is None:
-            raise UnsupportedError(
-                "batch_size=...: training data was loaded before the model is wrapped, as by "
-                "trainer.estimated_stepping_batches in setup. Ask for that in configure_optimizers, or later."
-            )
-        return self.fit
+            return self._sharing.share_out(dataloader, trainer, self.fit, self._meet)
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """See RankStrategy."""
-        if self._board is None and self.lightning_module is not None:
-            self._sharing.weigh(closure_loss, self.lightning_module.trainer)
+        if self._board is None and self._trainer is not None:
+            self._sharing.weigh(closure_loss, self._trainer)
         return super().backward(closure_loss, *args, **kwargs)
 
     def _common_options(self) -> dict[str, object]:
-        options = self._options
         return {
-            **self._facts_of(options),
-            "tuning of the credit": options.tunes_credit,
-            "tuning of the partition size": options.tunes_partition,
+            **self._facts_of(self._options),
             **({"compression": None} if self._rules is None else self._rules.facts(self.root_device)),
             **self._weighting.facts,
             **self._servers.facts,
@@ -316,23 +247,11 @@ class ByteSchedulerStrategy(RankStrategy):
     def configure_ddp(self) -> None:
         """Agree on sizes with the other ranks, then wrap the model."""
         module = self.lightning_module
-        if self._board is not None:
-            if module is not None:
-                self.barrier("model")  # the barrier detects a rank that has died; the store does not
-                self._meet("the model", model_facts(module.parameters()))
+        if self._board is not None and module is not None:
+            self.barrier("model")  # the barrier detects a rank that has died; the store does not
+            self._meet("the model", model_facts(module.parameters()))
             self.begin_fit()
         super().configure_ddp()
-
-    def await_batch(self) -> None:
-        """See RankStrategy."""
-        if self._sigterm is not None:
-            self._sigterm.await_batch_begun()
-
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Make optimizers, and check that they are the same on all ranks; see DDPStrategy."""
-        super().setup_optimizers(trainer)
-        if self._board is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._meet("optimizers", *optimizer_facts(self.optimizers))
 
     def teardown(self) -> None:
         """Land pending updates, stop every thread, unwrap the model; see DDPStrategy."""
@@ -360,17 +279,9 @@ class ByteSchedulerStrategy(RankStrategy):
         if board is not None:
             board.close()
         self._position = None
-        self._loaders = []
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        if trainer is not None and self._hooks in callbacks_of(trainer):
-            callbacks_of(trainer).remove(self._hooks)
-        self._tuning.end([] if trainer is None else callbacks_of(trainer))
-        self._hooks = None
+        self._tuning.end([] if self._trainer is None else callbacks_of(self._trainer))
 
     # ------------------------------------------------------------------ failures
-
-    def _ends_orderly(self, cause: BaseException) -> bool:
-        return isinstance(cause, SIGTERMException) and self._sigterm is not None and self._sigterm.agreed
 
     def _end_with(self, cause: BaseException) -> None:
         self._tuning.end([])
@@ -388,17 +299,12 @@ class ByteSchedulerStrategy(RankStrategy):
         self._lost_weights = None
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """See DDPStrategy. Reports which parts of the checkpoint are left out."""
+        """See DDPStrategy."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
         self._sharing.load(checkpoint)
         if self.fit is not None:
             self.flush()
             self.fit.codec.residuals.clear()  # of other weights than those that were loaded
-        if OUTER_STATE in checkpoint:
-            rank_zero_info(
-                "bytescheduler: the checkpoint is of strategy 'diloco': weights, optimizers and progress go on, and "
-                "its outer optimizer is left out."
-            )
         return checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -426,20 +332,16 @@ class SchedulerHooks(pl.Callback):
     Args:
         strategy: The strategy.
         sigterm: Checked before batches that are not trained on, and at the end.
-        log_metrics: Whether to log.
     """
 
-    def __init__(self, strategy: ByteSchedulerStrategy, sigterm: SigtermForAll, *, log_metrics: bool) -> None:
+    def __init__(self, strategy: ByteSchedulerStrategy, sigterm: SigtermForAll) -> None:
         self._strategy = strategy
         self._sigterm = sigterm
-        self._log_metrics = log_metrics
         self._logged = SchedulerStatistics()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget loaders: training data loaded from here on replaces them."""
-        self._strategy._loaders = []
-
-    on_train_epoch_end = on_train_start
+        """Refuse several loaders whose batches are shared out."""
+        self._strategy._sharing.require_one_loader(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Count the epoch."""
@@ -454,8 +356,8 @@ class SchedulerHooks(pl.Callback):
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """End here if a SIGTERM ends all ranks."""
-        self._sigterm.begin_batch(trains=False)
+        """End here with another rank that has failed, or without training after a SIGTERM."""
+        self._sigterm.begin_evaluated_batch()
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
@@ -466,9 +368,8 @@ class SchedulerHooks(pl.Callback):
         statistics = self._strategy.statistics
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         if (
-            not self._log_metrics
+            not self._strategy._log_metrics
             or statistics is None
-            or trainer.barebones
             or not every
             or trainer.global_step % every
             or statistics.steps == self._logged.steps
@@ -492,13 +393,3 @@ class SchedulerHooks(pl.Callback):
             self._strategy.publish_failure(exception)
         except Exception:  # Lightning would skip the teardown and hide the training's error
             log.exception("The failure could not be published.")
-
-
-def _say_if_tiny(**sizes: int | None) -> None:
-    """Warn of tiny sizes, which may have been meant as megabytes."""
-    for option, size in sizes.items():
-        if size is not None and size < _TINY:
-            rank_zero_info(
-                f"bytescheduler: {option}={size} is in parameters: {4 * size:,} bytes of fp32 at a time, which is "
-                f"slow. {size} MB of fp32 = {size * 250_000:,} parameters."
-            )

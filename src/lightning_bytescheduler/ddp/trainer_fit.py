@@ -5,7 +5,7 @@ The strategy calls the fit at each point of a step, and whenever weights have to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.checks import some_of
 from lightning_bytescheduler.collectives.operations import shards_over
 from lightning_bytescheduler.ddp.compressed_reduction import GradientCompression, has_no_gradient
-from lightning_bytescheduler.ddp.compression_rules import CompressionRules, names_that_count
-from lightning_bytescheduler.ddp.ddp_arguments import check_hooks, check_module
+from lightning_bytescheduler.ddp.compression_rules import names_that_count
+from lightning_bytescheduler.ddp.ddp_arguments import check_module
 from lightning_bytescheduler.ddp.decided_fit import (
     DecidedFit,
     FitOptions,
@@ -31,9 +31,8 @@ from lightning_bytescheduler.ddp.decided_fit import (
     trained,
 )
 from lightning_bytescheduler.ddp.deferred_optimizer import loss_scale_of
-from lightning_bytescheduler.ddp.fit_report import codec_cost, summary_of
+from lightning_bytescheduler.ddp.fit_report import summary_of
 from lightning_bytescheduler.ddp.wire import Wire
-from lightning_bytescheduler.exceptions import UnsupportedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.lightning_api import DDPStrategy, pl, rank_zero_info, rank_zero_warn
 
@@ -43,9 +42,11 @@ __all__ = ["TrainerFit"]
 class TrainerFit(DecidedFit):
     """One fit of a Trainer; use :meth:`begin`."""
 
-    def __init__(self, strategy: DDPStrategy, options: FitOptions, *args: Any, **more: Any) -> None:
-        super().__init__(strategy, options, *args, **more)
-        self._known: set[int] = set()  # ids of parameters that DDP averages, and of those warned of
+    def __init__(
+        self, strategy: DDPStrategy, options: FitOptions, wire: Wire, parameters: list[nn.Parameter], **more: Any
+    ) -> None:
+        super().__init__(strategy, options, wire, parameters, **more)
+        self._known = set(map(id, parameters))  # which DDP averages, and those warned of
         self._epoch_begins = False
 
     @classmethod
@@ -58,35 +59,37 @@ class TrainerFit(DecidedFit):
             board: Reports failures to the other ranks.
 
         Raises:
-            UnsupportedError: If there is nothing to train, or a part of the model cannot be trained so.
+            UnsupportedError: If a part of the model cannot be trained so.
             OptionError: If an option does not fit the model.
         """
         module = strategy.lightning_module
-        if module is None:
-            raise RuntimeError("There is no module to train.")
+        assert module is not None
         check_module(module)
         rules = options.rules
         if rules is not None:
             rules.check_training(strategy.root_device, automatic=module.automatic_optimization)
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        if not parameters:
-            raise UnsupportedError(
-                f"No parameter of {type(module).__name__} requires gradients, so that there is nothing to train. Let "
-                "some layers learn (requires_grad_(True)) before fit, or call trainer.validate or trainer.test."
-            )
-        if rules is not None:
             rules.check_patterns(names_that_count(module))
+        parameters = [p for p in module.parameters() if p.requires_grad]
         in_shards = bool(norm_needed_by(module))
         wire = open_wire(module, strategy, options, board, routed=True, in_shards=in_shards)
         try:
-            codec = None if rules is None else _codec(rules, module, strategy, wire)
+            codec = None
+            if rules is not None:
+                codec = GradientCompression(
+                    rules,
+                    trained(module),
+                    record=wire.record,
+                    loss_scale=partial(loss_scale_of, strategy),
+                    idle=has_no_gradient,
+                )
+                if wire.route.copies is not None:
+                    codec.work_on(wire.route.copies)
             counter = None if options.counter is None else options.counter(wire.groups.rank)
             fit = cls(strategy, options, wire, parameters, codec=codec, counter=counter)
         except BaseException:
             wire.close(failed=True)
             raise
         strategy._ddp_kwargs.update(fit.bucket_cap_mb)
-        fit._known = set(map(id, parameters))
         fit.start()
         return fit
 
@@ -98,13 +101,7 @@ class TrainerFit(DecidedFit):
     def decide(self) -> None:
         """Decide with the other ranks what overlaps, once everything is set up."""
         module = self._strategy.lightning_module
-        check_hooks(module)
         needed_by = norm_needed_by(module)
-        if isinstance(self.codec, GradientCompression) and not self.codec.compressed:
-            rank_zero_warn(
-                "bytescheduler: no gradient of this model is compressed: each is smaller than compression_min_size, "
-                "would not be smaller compressed, or fits no pattern."
-            )
         self.begin_steps(module, [*self._reasons(module), *self._norm_reasons(needed_by)], norm_needed_by=needed_by)
 
     def _reasons(self, module: pl.LightningModule) -> Iterator[str]:
@@ -132,11 +129,9 @@ class TrainerFit(DecidedFit):
 
     def say_end(self) -> None:
         """Report the end of a fit."""
-        statistics = self.record.statistics
-        cost = codec_cost(statistics, self.wire.agreed.link, self.wire.groups.world_size)
-        for line in (summary_of(statistics, self._options.tuning.standing), cost):
-            if line:
-                rank_zero_info(f"bytescheduler: {line}")
+        line = summary_of(self.record.statistics, self._options.tuning.standing)
+        if line is not None:
+            rank_zero_info(f"bytescheduler: {line}")
 
     # ------------------------------------------------------------------ one step
 
@@ -146,13 +141,21 @@ class TrainerFit(DecidedFit):
         if self._strategy.lightning_module.automatic_optimization:
             self.weights.begin_epoch()
 
-    def _find_unaveraged(self) -> None:
+    def _warn_of_drift(self) -> None:
+        """Warn of gradients that DDP does not average."""
+        known = self._known if self.step.number else set()  # of none if no backward pass has communicated
         with torch._C.DisableTorchFunctionSubclass():  # opens no gate
             named = self._strategy.lightning_module.named_parameters()
-            found = {n: id(p) for n, p in named if p.requires_grad and id(p) not in self._known}
+            new = {n: p for n, p in named if p.requires_grad and id(p) not in known}
+            found = [name for name, parameter in new.items() if not has_no_gradient(parameter)]
         if found:
-            self._known.update(found.values())
-            _warn_unaveraged(list(found))
+            self._known.update(map(id, new.values()))
+            rank_zero_warn(
+                f"bytescheduler: the gradients of {some_of(found, 2)} are not averaged over ranks, so ranks drift "
+                "apart, as with strategy='ddp'. Call self.manual_backward(loss) in place of loss.backward(). If they "
+                "did not require gradients, or did not exist, when DDP wrapped the model, freeze them in on_fit_start, "
+                "not before, and use find_unused_parameters=True."
+            )
 
     @contextmanager
     def forward(self, batch: Any = None) -> Iterator[None]:
@@ -173,46 +176,8 @@ class TrainerFit(DecidedFit):
 
     def step_with(self, take: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """See :class:`DecidedFit`; also warns of gradients that are not averaged."""
-        manual = not self._strategy.lightning_module.automatic_optimization
-        if manual and self._epoch_begins and not self.step.number and _has_gradient(optimizer):
-            rank_zero_warn(
-                "bytescheduler: an optimizer steps by gradients that are not averaged, so ranks drift apart, as with "
-                "strategy='ddp': call self.manual_backward(loss) in place of loss.backward()."
-            )
         output = super().step_with(take, optimizer, *args, **kwargs)
         if self._epoch_begins:  # a callback or the first training_step may have added layers, or unfrozen some
             self._epoch_begins = False
-            self._find_unaveraged()
+            self._warn_of_drift()
         return output
-
-
-def _codec(
-    rules: CompressionRules,
-    module: pl.LightningModule,
-    strategy: DDPStrategy,
-    wire: Wire,
-) -> GradientCompression:
-    codec = GradientCompression(
-        rules,
-        trained(module),
-        record=wire.record,
-        loss_scale=partial(loss_scale_of, strategy),
-        idle=has_no_gradient,
-    )
-    if wire.route.copies is not None:
-        codec.work_on(wire.route.copies)
-    return codec
-
-
-def _has_gradient(optimizer: Optimizer) -> bool:
-    return not all(has_no_gradient(parameter) for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _warn_unaveraged(names: Sequence[str]) -> None:
-    """Warn that DDP does not average some parameters: they required no gradients when it wrapped the model."""
-    rank_zero_warn(
-        f"bytescheduler: the gradients of {some_of(names, 2)} are not averaged over ranks: they require gradients now, "
-        "and did not, or did not exist, when DDP wrapped the model. As with strategy='ddp', each rank trains them on "
-        "its own batches, and the ranks' weights differ. To have them averaged, freeze them in on_fit_start, not "
-        "before, and use find_unused_parameters=True."
-    )

@@ -235,7 +235,6 @@ class DiLoCoStrategy(RankStrategy):
         CoordinatorError: In ``fit``: if the coordinator refuses this worker.
     """
 
-    example_option = "inner_steps=100"
     _options_elsewhere = OPTIONS_ELSEWHERE
 
     def __init__(

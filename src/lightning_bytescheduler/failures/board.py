@@ -78,8 +78,6 @@ NATIVE_S = 20.0
 _VANISHED = 6  # times NATIVE_S: after so long a silence, a rank that this one waits for counts as dead
 _WHERE = "Where the ranks are:"
 
-_Place = tuple[int, ...]  # training batches begun, and other batches since
-
 
 class Watched(Protocol):
     """What a watcher looks after: one of a rank's schedulers. All methods are called on the watcher thread."""
@@ -94,96 +92,39 @@ class Watched(Protocol):
         """How many steps' gradients this rank has handed over completely."""
 
 
-class AgreedStop:
-    """One rank's part in the agreement to stop all ranks before the same batch, without a collective.
-
-    Each rank counts the batches that it begins: those it trains on, and after each of them those it does not, because a
-    validation may have more batches on one rank than on another. The watcher's thread sees on the store that a rank was
-    asked, and writes down how far its own rank has come. From then on the training thread begins no batch before it
-    knows what all ranks have written. It goes on as far as the furthest rank, and stops there.
-
-    Why all ranks stop before the same batch: a rank's place is taken under a lock, and moves on only up to the furthest
-    place. So each rank begins exactly as many training batches as the furthest rank had begun when it wrote its place.
-
-    Why no rank waits forever: the places are written by watcher threads, which wait for no training thread. A rank
-    writes its place even while its training thread is inside a batch, waiting for gradients that another rank's threads
-    still send.
+class Request:
+    """Something that any rank may ask of all, such as to stop. Rank 0 learns of it from the store, and tells all.
 
     Args:
         store: Shared by the ranks, empty before.
         rank: This rank.
-        world_size: Number of ranks.
 
     Attributes:
-        asked: Whether this rank was asked to stop.
+        asked: Whether this rank has asked.
     """
 
-    def __init__(self, store: dist.Store, *, rank: int, world_size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int) -> None:
         self._store = store
-        self._rank = rank
-        self._world_size = world_size
+        self._tells = rank == 0
+        self._looked = False
         self.asked = False
-        self._changed = threading.Condition()
-        # What follows changes under the condition.
-        self._begun: _Place = (0, 0)
-        self._stopping = False
-        self._last: _Place | None = None  # where each rank stops
 
     def ask(self) -> None:
-        """Ask all ranks to stop. Safe on any thread and in a signal handler, as it takes no lock."""
+        """Ask all ranks. Safe on any thread and in a signal handler, as it takes no lock."""
         self.asked = True
 
     @property
-    def urgent(self) -> bool:
-        """Whether a thread waits for the result of :meth:`look`."""
-        return self._last is None and (self.asked or self._stopping)
-
-    def begin_batch(self, failure: Callable[[], BaseException | None], timeout: float, *, trains: bool = True) -> bool:
-        """Tell that the training thread is about to begin a batch; ``True`` if it has to stop instead.
-
-        Args:
-            failure: Called while it waits; returns the reason why the others will not answer, or ``None``.
-            timeout: Longest wait for the others, in seconds.
-            trains: Whether it trains on that batch. All ranks train on the same number of batches.
-
-        Raises:
-            SchedulerTimeoutError: If the others do not answer in time.
-            BaseException: What ``failure`` returned.
-        """
-        deadline = time.monotonic() + timeout
-        while True:
-            cause = failure() if self._stopping else None
-            with self._changed:
-                if self._last is not None or not self._stopping:
-                    trained, others = self._begun
-                    following = (trained + 1, 0) if trains else (trained, others + 1)
-                    if self._last is not None and following > self._last:
-                        return True
-                    self._begun = following
-                    return False
-                if cause is not None or time.monotonic() >= deadline:
-                    raise cause or SchedulerTimeoutError(
-                        "A rank was asked to stop, and not all ranks have said in time which batch they are in."
-                    )
-                self._changed.wait(PERIOD_S)
+    def known(self) -> bool:
+        """Whether this rank, or on rank 0 any rank, has asked."""
+        return self.asked or self._looked
 
     def look(self) -> None:
-        """Tell the others, and learn from them. For the watcher's thread; talks to the store without a lock."""
-        if self._last is not None:
+        """Tell rank 0, or learn from the others. For the watcher's thread."""
+        if self._looked:
             return
         if self.asked:
-            self._store.set("asked", str(self._rank))
-        elif not self._stopping and not self._store.check(["asked"]):
-            return
-        with self._changed:
-            self._stopping = True  # no further batch is begun from here on
-        self._store.set(f"begun/{self._rank}", " ".join(map(str, self._begun)))
-        keys = [f"begun/{rank}" for rank in range(self._world_size)]
-        if self._store.check(keys):
-            places = self._store.multi_get(keys)
-            with self._changed:
-                self._last = max(tuple(map(int, place.split())) for place in places)
-                self._changed.notify_all()
+            self._store.set("asked", "")
+        self._looked = self.asked or (self._tells and self._store.check(["asked"]))
 
 
 class FaultBoard:
@@ -220,7 +161,7 @@ class FaultBoard:
         self._signs = VitalSigns(store, rank, others, period)
         self._all_came = all_came
         self._standing: Callable[[], Standing] = Standing
-        self._stops: list[AgreedStop] = []
+        self._requests: list[Request] = []
         self._changed = threading.Condition()
         # What follows changes under the condition.
         self._watched: list[Watched] = []  # in the order in which they came
@@ -313,16 +254,11 @@ class FaultBoard:
         """
         self._standing = standing
 
-    def agree_on_stop(self, what: str = "stop") -> AgreedStop:
-        """Have all ranks stop together when one is asked to. Every rank calls this once, at the same point.
-
-        Args:
-            what: Why they stop; each reason has a name of its own.
-        """
-        store = dist.PrefixStore(what, self._store)
-        stop = AgreedStop(store, rank=self.rank, world_size=self.world_size)
-        self._stops = [*self._stops, stop]  # a new list, as the thread may be iterating over the old one
-        return stop
+    def request(self, what: str) -> Request:
+        """Return what any rank may ask of all. Every rank calls this once for each name."""
+        made = Request(dist.PrefixStore(what, self._store), self.rank)
+        self._requests = [*self._requests, made]  # a new list, as the thread may be iterating over the old one
+        return made
 
     def unwatch(self, watched: Watched) -> None:
         """Stop looking after ``watched``."""
@@ -539,8 +475,7 @@ class FaultBoard:
         while True:
             with self._changed:
                 if not self._urgent:
-                    hurry = self._asking or any(stop.urgent for stop in self._stops)
-                    self._changed.wait(self._signs.period / _HURRIES if hurry else self._signs.period)
+                    self._changed.wait(self._signs.period / (_HURRIES if self._asking else 1))
                 self._urgent = False
                 closing, leaves, asking = self._closing, self._leaves, list(self._asking)
             if not self._store_lost and (asking or not left):
@@ -559,8 +494,8 @@ class FaultBoard:
         try:
             if self._presence.gone():
                 raise ConnectionError("The host of the rendezvous store has ended.")
-            for stop in self._stops:
-                stop.look()
+            for request in self._requests:
+                request.look()
             notice = self._exchange_notices()
             self._signs.give(self._stand(), left=leaves)
             standstill = self._signs.watch(wanted=wanted, examine=bool(asking))
