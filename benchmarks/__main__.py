@@ -8,6 +8,7 @@ is a module with ``add_options`` and ``measure``, which yields each table once i
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import sys
 from collections.abc import Sequence
@@ -20,21 +21,9 @@ from benchmarks.ranks import MeasurementFailed
 from benchmarks.record import Record, append, show
 from benchmarks.shaped_link import LinkError
 
-BENCHMARKS = {
-    "networks": "four networks on shaped links, beside DDP with several bucket sizes (root; an hour)",
-    "never_slower": "whether it is slower than ddp where there is nothing to gain (20 minutes)",
-    "parameter_servers": "push and pull on spare machines, beside all-reduces (root; 3 minutes)",
-    "scheduler_overhead": "10,000 tasks on a transport that does nothing; memory that a step leaves behind (seconds)",
-    "codecs": "speed of compressors on one core, beside copying memory (half a minute)",
-    "gradient_compression": "losses and bytes of a small GPT, exact and compressed (minutes)",
-    "unequal_machines": "balanced batches against equal ones (2 minutes)",
-    "diloco": "DiLoCo against strategies that communicate in every step (root; 5 to 20 minutes a figure)",
-    "churn": "goodput of workers with a coordinator, of which one fails now and then (14 minutes)",
-    "coordinator": "a large model through a coordinator; reports of a thousand workers (2 minutes)",
-    "slices": "reading slices, beside litdata and MosaicML streaming where they are installed (minutes)",
-    "gpu": "steps on one GPU, two ranks over gloo and one on NCCL, beside ddp (7 minutes)",
-}
-"""Modules of this package, and what each measures."""
+BENCHMARKS = ("networks", "never_slower", "parameter_servers", "scheduler_overhead", "codecs", "gradient_compression")
+BENCHMARKS += ("unequal_machines", "diloco", "churn", "coordinator", "slices", "gpu")
+"""Modules of this package; the first line of each says what it measures."""
 
 _OUT = Path("benchmarks/results/latest.jsonl")
 _WIDTH = 160  # of tables in files
@@ -42,8 +31,14 @@ _WIDTH = 160  # of tables in files
 
 def _listed() -> str:
     width = max(map(len, BENCHMARKS))
-    lines = (f"  {name:{width}}  {what}" for name, what in BENCHMARKS.items())
+    lines = (f"  {name:{width}}  {_measures(name)}" for name in BENCHMARKS)
     return "\n".join([(__doc__ or "").strip(), "", *lines])
+
+
+def _measures(name: str) -> str:
+    """The first line of a benchmark's docstring; not by importing it, which takes seconds."""
+    module = ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
+    return (ast.get_docstring(module) or "").partition("\n")[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -39,14 +39,14 @@ class Configuration:
     round_trip_seconds: float = 0.0  # between two workers; 0: that of the machine itself
     runs_ahead: bool = True  # whether the accelerator is given work while it computes
     raw_kernels: bool = False  # whether only a custom autograd function gets the weights
-    statistics: bool = False  # whether layers have buffers as those of a batch normalization
+    statistics: int = 0  # batch normalizations of each layer, with three buffers each
 
     @property
     def name(self) -> str:
         """For tables."""
         round_trip = f", {self.round_trip_seconds * 1e3:g} ms round trip" if self.round_trip_seconds else ""
         kind = ("" if self.runs_ahead else ", not ahead") + (", raw kernels" if self.raw_kernels else "")
-        kind += ", statistics of batches" if self.statistics else ""
+        kind += f", {self.statistics} normalizations a layer" if self.statistics else ""
         return f"{self.network}, ratio {self.ratio:g}, {self.workers} workers{round_trip}{kind}"
 
     @property

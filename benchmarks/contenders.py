@@ -17,16 +17,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_bytescheduler import ByteSchedulerStrategy
-from lightning_bytescheduler.scheduler.options import POLICIES as ALL_POLICIES
 
-__all__ = ["ALONE", "DDP_BUCKETS", "POLICIES", "Contender", "PowerSGDHook", "contender"]
+__all__ = ["ALONE", "DDP_BUCKETS", "Contender", "PowerSGDHook", "contender"]
 
 ALONE = "alone"
 DDP_BUCKETS = (1, 2, 4, 8)
 """Bucket sizes tried beside DDP's default of 25, in MB."""
-
-POLICIES = [f"bytescheduler, policy {policy}" for policy in ALL_POLICIES[1:]]
-"""Scheduling policies beside ByteScheduler's own."""
 
 _CLIP = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "norm"}
 
@@ -83,12 +79,14 @@ def _powersgd_in_turn(state: list[Any], bucket: dist.GradBucket) -> torch.future
 
 # How each word of a contender's name changes the options of its strategy.
 _DDP: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "no broadcast": lambda _: {"broadcast_buffers": False},
     r"(\d+) MB buckets": lambda size: {"bucket_cap_mb": int(size), "gradient_as_bucket_view": True},
     "bf16 on the wire": lambda _: {"kind": _HookedDDP},
     "powersgd": lambda _: {"kind": PowerSGDHook},
 }
 _OURS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "overlapped": lambda _: {},
+    "no broadcast": _DDP["no broadcast"],
     "as ddp": lambda _: {"mode": "ddp"},
     r"partition (\d+)": lambda size: {"partition_size": int(size)},
     r"credit (\d+)": lambda size: {"credit": int(size)},

@@ -13,7 +13,7 @@ itself computed: that thread's other work, and its late waking, add to the time.
 *Raw kernels* are layers whose weights only a custom ``torch.autograd.Function`` gets, which takes their memory as
 extensions do: no PyTorch function touches them.
 
-Layers with *statistics* have the buffers of a batch normalization, which change in each forward pass.
+Layers with *statistics* have the buffers of so many batch normalizations, which change in each forward pass.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ class EmulatedLayer(nn.Module):
     """One layer of a profile."""
 
     def __init__(
-        self, profile: LayerProfile, device: Accelerator, *, last: bool, raw: bool = False, statistics: bool = False
+        self, profile: LayerProfile, device: Accelerator, *, last: bool, raw: bool = False, statistics: int = 0
     ) -> None:
         super().__init__()
-        if statistics:
-            self.register_buffer("running_mean", torch.zeros(_CHANNELS))
-            self.register_buffer("running_var", torch.ones(_CHANNELS))
-            self.register_buffer("num_batches_tracked", torch.tensor(0))
+        for number in range(statistics):
+            self.register_buffer(f"running_mean{number}", torch.zeros(_CHANNELS))
+            self.register_buffer(f"running_var{number}", torch.ones(_CHANNELS))
+            self.register_buffer(f"num_batches_tracked{number}", torch.tensor(0))
         self.raw = raw
         self.accelerator = device
         self.last = last
@@ -130,7 +130,7 @@ class EmulatedLayer(nn.Module):
 class EmulatedModel(L.LightningModule):
     """A model of the profile's shape, trained by SGD with momentum."""
 
-    def __init__(self, profile: ModelProfile, *, runs_ahead: bool = True, **kind: bool) -> None:
+    def __init__(self, profile: ModelProfile, *, runs_ahead: bool = True, **kind: Any) -> None:
         super().__init__()
         self.accelerator = Accelerator(runs_ahead=runs_ahead)
         end = profile.layers[-1]

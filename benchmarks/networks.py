@@ -19,7 +19,7 @@ from typing import Any
 import lightning as L
 
 from benchmarks.configuration import Configuration
-from benchmarks.contenders import ALONE, DDP_BUCKETS, POLICIES, contender
+from benchmarks.contenders import ALONE, DDP_BUCKETS, contender
 from benchmarks.delayed_link import DelayedLink
 from benchmarks.emulation import EmulatedModel
 from benchmarks.models import REAL_MODELS
@@ -82,8 +82,8 @@ def train(job: Job) -> Job:
     model: L.LightningModule
     if "emulated" in job:
         asked = Configuration(**job["emulated"])
-        kind = {"runs_ahead": asked.runs_ahead, "raw": asked.raw_kernels, "statistics": asked.statistics}
-        model = EmulatedModel(asked.profile, **kind)
+        kind: dict[str, Any] = {"runs_ahead": asked.runs_ahead, "raw": asked.raw_kernels}
+        model = EmulatedModel(asked.profile, statistics=asked.statistics, **kind)
     else:
         model = REAL_MODELS[job["model"]]()
     steps, before = _Steps(), dict(os.environ)
@@ -101,15 +101,13 @@ def train(job: Job) -> Job:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--ratios", nargs="+", type=float, default=[0.25, 0.5, 1.0, 2.0, 4.0], metavar="RATIO")
+    parser.add_argument("--ratios", nargs="*", type=float, default=[0.25, 0.5, 1.0, 2.0, 4.0], metavar="RATIO")
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4], metavar="N")
     parser.add_argument("--megabytes", type=float, default=30.0, help="size of all gradients (default: %(default)g)")
     parser.add_argument("--not-ahead", action="store_true", help="an accelerator that is a sleep in each layer")
     parser.add_argument("--raw-kernels", action="store_true", help="only custom autograd functions get the weights")
-    parser.add_argument("--statistics", action="store_true", help="layers have buffers, as of a batch normalization")
-    parser.add_argument(
-        "--contenders", nargs="+", metavar="NAME", help="contenders on emulated networks, beside 'alone'"
-    )
+    parser.add_argument("--statistics", type=int, default=0, help="batch normalizations of each layer (default: none)")
+    parser.add_argument("--contenders", nargs="+", metavar="NAME", default=_EMULATED[1:], help="beside 'alone'")
     parser.add_argument("--mbit", type=float, default=500.0, help="rate of each worker's link (default: %(default)g)")
     far = "round trip of one more link, for the first network, ratio 1, most workers; 0: none (default: %(default)g)"
     parser.add_argument("--round-trip-ms", type=float, default=20.0, metavar="MS", help=far)
@@ -128,7 +126,7 @@ def measure(options: argparse.Namespace) -> Iterator[Results]:
         link: dict[str, Any] = {"mbit": asked.mbit, "round_trip_seconds": asked.round_trip_seconds}
         place = Place(ranks=asked.workers, own_processors=True, **link)
         work: dict[str, Any] = {"emulated": asdict(asked), "title": asked.name}
-        found = by_contender(place, train, _contenders(asked, options), **work, **turns)
+        found = by_contender(place, train, [ALONE, *options.contenders], **work, **turns)
         yield asked.name, records_of(asdict(asked), found, asked)
     for model in options.real:
         for mbit in (None, options.real_mbit) if available else (None,):
@@ -140,23 +138,14 @@ def measure(options: argparse.Namespace) -> Iterator[Results]:
 
 
 def _configurations(options: argparse.Namespace) -> Iterator[Configuration]:
-    common = {"mbit": options.mbit, "statistics": options.statistics}
-    kind = {"megabytes": options.megabytes, "runs_ahead": not options.not_ahead, "raw_kernels": options.raw_kernels}
+    common = {"mbit": options.mbit, "megabytes": options.megabytes, "statistics": options.statistics}
+    kind = {"runs_ahead": not options.not_ahead, "raw_kernels": options.raw_kernels}
     for network, workers, ratio in itertools.product(options.networks, options.workers, options.ratios):
         yield Configuration(network=network, ratio=ratio, workers=workers, **common, **kind)
     if options.round_trip_ms and DelayedLink.available()[0]:
         seconds = options.round_trip_ms / 1e3
         far = {"network": options.networks[0], "workers": max(options.workers), "round_trip_seconds": seconds}
         yield Configuration(ratio=1.0, **common, **far)
-
-
-def _contenders(asked: Configuration, options: argparse.Namespace) -> list[str]:
-    """What to measure; with the most workers, and the ratio nearest to 1, also the scheduling policies."""
-    if options.contenders:
-        return [ALONE, *options.contenders]
-    nearest = min(options.ratios, key=lambda ratio: abs(ratio - 1.0))
-    decides = asked.workers == max(options.workers) and asked.ratio == nearest
-    return [*_EMULATED, *POLICIES] if decides and not asked.round_trip_seconds else _EMULATED
 
 
 def records_of(setting: Job, found: dict[str, list[list[Job]]], asked: Configuration | None = None) -> list[Record]:

@@ -49,9 +49,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--partition", type=int, help="parameters, with servers (default: the strategy's)")
     parser.add_argument("--credit", type=int, help="parameters, with servers (default: the strategy's)")
-    parser.add_argument(
-        "--congestion-control", help="TCP's congestion control, such as reno or bbr (default: the machine's)"
-    )
 
 
 def measure(options: argparse.Namespace) -> Iterator[Results]:
@@ -59,8 +56,7 @@ def measure(options: argparse.Namespace) -> Iterator[Results]:
     each = options.ranks_per_node
     kinds = ("", ", by node") if each > 1 else ("",)
     served = [f"bytescheduler{sizes}, {k} servers{by_node}" for by_node in kinds for k in options.servers]
-    link = {"mbit": options.mbit, "spare": max(options.servers), "congestion_control": options.congestion_control}
-    place = Place(ranks=options.workers, each=each, **link)
+    place = Place(ranks=options.workers, each=each, mbit=options.mbit, spare=max(options.servers))
     kind = {"network": options.network, "mbit": options.mbit, "megabytes": options.megabytes}
     for ratio in options.ratios:
         asked = Configuration(ratio=ratio, workers=options.workers, **kind)

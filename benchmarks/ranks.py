@@ -49,7 +49,6 @@ class Place:
     round_trip_seconds: float = 0.0  # between two hosts; 0: that of the machine itself
     each: int = 1  # ranks of a host; on loopback, more than one are as torchrun starts them on one machine
     spare: int = 0  # further hosts
-    congestion_control: str | None = None  # of TCP, such as "reno"; None: the machine's own
     own_processors: bool = False  # each host, or rank on loopback, has its share, if there is one for each
     threads: int = 1  # of OpenMP, for each rank: idle ones spin, and take the processor from other ranks
 
@@ -199,7 +198,7 @@ def _link(place: Place, sets: int) -> ShapedLink:
     hosts, mbit = place.hosts * sets + place.spare, place.mbit or 0.0
     if place.round_trip_seconds:
         return DelayedLink(hosts, mbit, round_trip_seconds=place.round_trip_seconds)
-    return ShapedLink(hosts, mbit, congestion_control=place.congestion_control)
+    return ShapedLink(hosts, mbit)
 
 
 def _answer(rank: subprocess.Popen[bytes]) -> Job | None:

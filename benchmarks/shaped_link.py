@@ -50,22 +50,19 @@ class ShapedLink:
     Args:
         hosts: How many hosts, 1 to 250.
         mbit: Rate of each host's link in Mbit/s (10^6 bits), for each direction.
-        congestion_control: Of TCP on all hosts, such as ``"reno"``; the machine's own if ``None``. The kernel lets a
-            namespace have those of ``net.ipv4.tcp_allowed_congestion_control``.
 
     Raises:
         ValueError: If ``hosts`` or ``mbit`` is out of range.
         LinkError: On entry, if the system refuses; ask `available` beforehand for the reason.
     """
 
-    def __init__(self, hosts: int = 2, mbit: float = 500.0, *, congestion_control: str | None = None) -> None:
+    def __init__(self, hosts: int = 2, mbit: float = 500.0) -> None:
         if not 1 <= hosts <= _MAX_HOSTS:
             raise ValueError(f"hosts must be between 1 and {_MAX_HOSTS}, not {hosts}.")
         if not 0 < mbit < float("inf"):
             raise ValueError(f"mbit must be a positive rate in Mbit/s, not {mbit}.")
         self.hosts = hosts
         self.mbit = mbit
-        self._congestion_control = congestion_control
         pid = os.getpid()
         self._stem = f"{_PREFIX}-{pid}-{next(_link_numbers)}"
         self._bridge = f"{self._stem}-bridge"
@@ -171,9 +168,6 @@ class ShapedLink:
         _command("tc", "-n", self._bridge, "qdisc", "add", "dev", port, *limit)
         _command("ip", "-n", self._bridge, "link", "set", "dev", port, "master", "bridge", "up")
         _command("ip", "-n", inside, "link", "set", "dev", "eth0", "up")
-        if self._congestion_control is not None:
-            write = ("sh", "-c", 'echo "$0" > /proc/sys/net/ipv4/tcp_congestion_control', self._congestion_control)
-            _command("ip", "netns", "exec", inside, *write)
 
     def _remove(self) -> None:
         try:

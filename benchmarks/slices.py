@@ -41,7 +41,6 @@ from lightning_bytescheduler.slices.source import SliceSource, open_source
 
 _BLOCK = 512  # tokens of a sample, of four bytes each
 _ANSWER_SECONDS = 300.0
-_REQUIRES = {"slices": "lightning_bytescheduler", "litdata": "litdata", "streaming": "streaming"}
 
 
 def _tokens(samples: int) -> Iterator[np.ndarray[Any, Any]]:
@@ -94,10 +93,10 @@ class _Streaming:
         return DataLoader(data, batch_size=batch_size, num_workers=workers, persistent_workers=workers > 0)
 
 
-_CONTENDERS: dict[str, Callable[[Path, int], Any]] = {
-    "slices": _Slices,
-    "litdata": _Litdata,
-    "streaming": _Streaming,
+_CONTENDERS: dict[str, tuple[str, Callable[[Path, int], Any]]] = {  # each with the package that it needs
+    "slices": ("lightning_bytescheduler", _Slices),
+    "litdata": ("litdata", _Litdata),
+    "streaming": ("streaming", _Streaming),
 }
 
 
@@ -112,7 +111,7 @@ def _serve(contender: str, folder: str, samples: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of libraries, about processors and arrays
     multiprocessing.set_start_method("fork", force=True)  # of processes that read, as is the default on Linux
-    made = _CONTENDERS[contender](Path(folder), samples)
+    made = _CONTENDERS[contender][1](Path(folder), samples)
     pipe.send("ready")
     loaders: dict[tuple[int, int], Any] = {}
     while (asked := pipe.recv()) is not None:
@@ -136,7 +135,7 @@ def compare_loaders(
         By loader and number of processes: samples a second, seconds to the first batch, and the speed of slices over
         that of the better other loader.
     """
-    names = [name for name, module in _REQUIRES.items() if importlib.util.find_spec(module) is not None]
+    names = [name for name, (module, _) in _CONTENDERS.items() if importlib.util.find_spec(module) is not None]
     context = multiprocessing.get_context("spawn")
     records: list[Record] = []
     with tempfile.TemporaryDirectory() as root:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.configuration import Configuration
-from benchmarks.contenders import POLICIES, contender
+from benchmarks.contenders import contender
 from benchmarks.emulation import Accelerator, EmulatedLayer, EmulatedModel, scaled
 from lightning_bytescheduler.ddp.reads import Reads
 from lightning_bytescheduler.predicting.profiles import NETWORKS, LayerProfile, network_profile
@@ -113,7 +113,8 @@ def test_what_is_predicted_lies_above_its_bound_and_in_its_order() -> None:
             "bytescheduler, partition 65536, credit 131072, norm clipping",
             {"mode": "overlapped", "partition_size": 65536, "credit": 131072},
         ),
-        (POLICIES[0], {"mode": "overlapped", "policy": POLICIES[0].split()[-1]}),
+        ("bytescheduler, policy fifo", {"mode": "overlapped", "policy": "fifo"}),
+        ("bytescheduler, no broadcast", {"mode": "overlapped", "broadcast_buffers": False}),
     ],
 )
 def test_names_of_contenders_say_how_they_train(name: str, options: dict[str, Any]) -> None:

@@ -110,19 +110,6 @@ def test_process_finds_the_other_hosts_in_its_environment(tidy: None) -> None:
 
 
 @pytest.mark.root
-def test_hosts_have_the_congestion_control_that_is_asked_for(tidy: None) -> None:
-    setting = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-    before = setting.read_text()
-    with ShapedLink(hosts=1, mbit=500.0, congestion_control="reno") as link:
-        child = link.popen(0, ["cat", str(setting)], stdout=subprocess.PIPE)
-        assert child.communicate(timeout=60)[0] == b"reno\n"
-    assert setting.read_text() == before
-    unknown = ShapedLink(hosts=1, mbit=500.0, congestion_control="no such")
-    with pytest.raises(LinkError, match="no such"), unknown:
-        pass
-
-
-@pytest.mark.root
 def test_exception_stops_children_and_removes_everything(tidy: None) -> None:
     children: list[subprocess.Popen[bytes]] = []
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"
