@@ -21,8 +21,10 @@ from benchmarks.ranks import MeasurementFailed
 from benchmarks.record import Record, append, show
 from benchmarks.shaped_link import LinkError
 
-BENCHMARKS = ("networks", "never_slower", "parameter_servers", "scheduler_overhead", "codecs", "gradient_compression")
-BENCHMARKS += ("unequal_machines", "diloco", "churn", "coordinator", "slices", "gpu")
+BENCHMARKS = [
+    *("networks", "never_slower", "parameter_servers", "scheduler_overhead", "codecs", "gradient_compression"),
+    *("unequal_machines", "diloco", "churn", "coordinator", "slices", "gpu"),
+]
 """Modules of this package; the first line of each says what it measures."""
 
 _OUT = Path("benchmarks/results/latest.jsonl")

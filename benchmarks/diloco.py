@@ -7,7 +7,8 @@ sleeping for what its arithmetic does not take. Figures:
   and N steps, and samples a second: for ``ddp`` and others that communicate in every step, for DiLoCo with rounds of
   equal steps and by pace at each length of a grid, and for DiLoCo's defaults.
 - ``gap``: the loss at as many samples as ``ddp`` has processed in N steps, tuned and untuned.
-- ``wire``: the loss after N steps with each wire dtype.
+- ``wire``: the loss after N steps with each wire dtype, and of ``ddp``; with ``--inner muon`` Muon trains the layers'
+  matrices (``examples/muon.py``). A small ``--width`` makes its steps short on a processor.
 - ``overlap`` (root): on a link of a tenth of the rate, seconds to some losses for int4 in long rounds and sparse in
   short ones, each without overlap and with half a round of it; no validation interrupts the training.
 
@@ -61,6 +62,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-s", type=float, default=0.05, help="step time of the fast one (default: %(default)g)")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--inner", choices=["muon"], help="the inner optimizer (default: AdamW)")
+    parser.add_argument("--width", type=int, help="of the GPT (default: 288)")
     parser.add_argument("--outer-lr", type=float, default=0.7)
     parser.add_argument("--outer-momentum", type=float, default=0.9)
     parser.add_argument("--wire", default="int4")
@@ -104,6 +107,7 @@ def _asked(options: argparse.Namespace, contender: Job) -> Job:
         "learning_rate": options.learning_rate,
         "step_s": [options.step_s, options.ratio * options.step_s],
         "mbit": options.mbit if options.figure in _ON_A_LINK else None,
+        **{name: chosen for name in ("inner", "width") if (chosen := getattr(options, name)) is not None},
         **contender,
     }
 
@@ -205,7 +209,7 @@ def conclude(options: argparse.Namespace, rows: Sequence[Record]) -> dict[str, l
     of_a_step = RANKS * options.batch
     marks = [part * samples // of_a_step // 3 for part in (1, 2, 3)] if options.figure == "race" else []
     taken = {steps: times(rows, of_a_step * steps) for steps in marks}
-    apart = gaps(rows, samples) if options.figure in ("race", "gap") else {}
+    apart = gaps(rows, samples) if options.figure != "overlap" else {}
     name = f"diloco {options.figure}, all seeds"
     made = []
     for what in dict.fromkeys(row.what for row in rows):

@@ -12,7 +12,6 @@ SYNCHRONOUS = ("ddp", "ddp, bf16 on the wire", "bytescheduler")
 _VALIDATIONS = 12
 _WIRE_LENGTH = 20
 _SPARSE_S = 60
-_SPARSE = {"wire_dtype": "sparse"}
 _SNAPSHOT_S = 1.0
 
 Group = list[dict[str, Any]]
@@ -62,7 +61,7 @@ def gap(options: argparse.Namespace) -> list[Group]:
 
 
 def wire(options: argparse.Namespace) -> list[Group]:
-    """Rounds of one length with each wire dtype; the same steps for all, at full speed.
+    """Rounds of one length with each wire dtype, and ``ddp``; the same steps for all, at full speed.
 
     The residuals of sparse act as momentum. So it is also compared with plain averaging, and has its own outer
     optimizer.
@@ -72,7 +71,7 @@ def wire(options: argparse.Namespace) -> list[Group]:
     averaging = {**strategy, "outer_lr": 1.0, "outer_momentum": 0.0}
     compared = [(dtype, {**strategy, "wire_dtype": dtype}) for dtype in ("fp32", "int8", "int4")]
     compared.append(("fp32, plain averaging", {**averaging, "wire_dtype": "fp32"}))
-    compared.append(("sparse", {**rounds, **_SPARSE}))
+    compared.append(("sparse", {**rounds, "wire_dtype": "sparse"}))
     own = {
         "batch": 2 * options.batch,  # with fewer samples, losses would hardly fall after the first steps
         "steps": options.steps,
@@ -80,7 +79,8 @@ def wire(options: argparse.Namespace) -> list[Group]:
         "step_s": [0.0, 0.0],
         "seconds": 300,
     }
-    return [[{**_diloco(f"diloco, {name}", _WIRE_LENGTH, asked), **own}] for name, asked in compared]
+    made = [[{**_diloco(f"diloco, {name}", _WIRE_LENGTH, asked), **own}] for name, asked in compared]
+    return [[{"name": "ddp", **own}], *made]
 
 
 def overlap(options: argparse.Namespace) -> list[Group]:

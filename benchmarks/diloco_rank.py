@@ -23,7 +23,7 @@ from lightning_bytescheduler import DiLoCoStrategy
 __all__ = ["RANKS", "train"]
 
 RANKS = 2
-_SIZE = GPTSize(context=64, width=288, heads=8, layers=5)  # 5.1 million parameters
+_CONTEXT, _WIDTH = 64, 288  # 5.1 million parameters
 _WARM_UP_STEPS = 10
 _VALIDATION_WINDOWS = 64
 _TRIAL_STEPS = 12
@@ -32,12 +32,19 @@ _TRIAL_STEPS = 12
 class Model(CharacterGPT):
     """With a learning rate that does not depend on how long the training will be."""
 
-    def __init__(self, learning_rate: float) -> None:
-        super().__init__(_SIZE, steps=1)
-        self.learning_rate = learning_rate
+    def __init__(self, asked: Job) -> None:
+        super().__init__(GPTSize(context=_CONTEXT, width=asked.get("width", _WIDTH), heads=8, layers=5), steps=1)
+        self.learning_rate = asked["learning_rate"]
+        self.inner = asked.get("inner", "adamw")
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, fused=True)
+        if self.inner == "muon":
+            from examples.muon import MuonAndAdamW  # needs torch 2.9
+
+            matrices = [weight for weight in self.blocks.parameters() if weight.ndim == 2]
+            optimizer: Any = MuonAndAdamW(self.parameters(), matrices=matrices, lr=self.learning_rate, fused=True)
+        else:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, fused=True)
         warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / _WARM_UP_STEPS))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up, "interval": "step"}}
 
@@ -126,13 +133,13 @@ def _waited(strategy: object) -> float:
 
 def train(asked: Job) -> Job:
     """Train as asked for; returns this rank's curve."""
-    training, validation = (Windows(text, _SIZE.context) for text in training_and_validation_text())
-    compute_s = _compute_seconds(Model(asked["learning_rate"]), training, asked["batch"])
+    training, validation = (Windows(text, _CONTEXT) for text in training_and_validation_text())
+    compute_s = _compute_seconds(Model(asked), training, asked["batch"])
     L.seed_everything(asked["seed"], verbose=False)
     strategy: Any = DiLoCoStrategy(**asked["diloco"]) if "diloco" in asked else contender(asked["name"]).strategy()
     curve = Curve(asked, compute_s)
     validated = DataLoader(validation_windows(validation, _VALIDATION_WINDOWS), batch_size=16)
-    model = Model(asked["learning_rate"])
+    model = Model(asked)
     fit(
         model,
         strategy,

@@ -163,9 +163,8 @@ class ShapedLink:
         # routed to.
         _command("ip", "-n", inside, "link", "set", "dev", "eth0", "addrgenmode", "none")
         _command("ip", "-n", inside, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
-        limit = self._limit()
-        _command("tc", "-n", inside, "qdisc", "add", "dev", "eth0", *limit)
-        _command("tc", "-n", self._bridge, "qdisc", "add", "dev", port, *limit)
+        _command("tc", "-n", inside, "qdisc", "add", "dev", "eth0", *self._limit())
+        _command("tc", "-n", self._bridge, "qdisc", "add", "dev", port, *self._limit())
         _command("ip", "-n", self._bridge, "link", "set", "dev", port, "master", "bridge", "up")
         _command("ip", "-n", inside, "link", "set", "dev", "eth0", "up")
 

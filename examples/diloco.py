@@ -8,7 +8,7 @@ windows: the scheduler tells each how many steps to take, so that neither waits 
 
     lightning-bytescheduler rounds diloco_output/rounds.jsonl --png diloco_output/rounds.png
 
-draws what each of them did.
+draws what each of them did. With ``--inner muon`` each worker trains its layers' matrices by Muon.
 """
 
 from __future__ import annotations
@@ -48,6 +48,16 @@ class SlowWorker(L.Callback):
             time.sleep((self.slowness - 1) * (time.perf_counter() - self.began))
 
 
+class MuonInside(CharacterGPT):
+    """Trained by Muon and AdamW."""
+
+    def configure_optimizers(self) -> Any:
+        from examples.muon import MuonAndAdamW  # needs torch 2.9
+
+        matrices = [weight for weight in self.blocks.parameters() if weight.ndim == 2]
+        return MuonAndAdamW(self.parameters(), matrices=matrices, lr=1e-3)
+
+
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.diloco", description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
@@ -62,6 +72,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--wire", default="bf16", choices=["fp32", "bf16", "int8", "int4"])
     parser.add_argument("--fragments", type=int, default=1, help="sent in turn, one a round (default: %(default)s)")
     parser.add_argument("--overlap", type=int, default=0, help="steps while a fragment travels (default: %(default)s)")
+    parser.add_argument("--inner", default="adamw", choices=["adamw", "muon"], help="optimizer (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="a model to try the example itself with")
     parser.add_argument("--output", type=Path, default=Path("diloco_output"))
     return parser.parse_args(arguments)
@@ -92,8 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         enable_checkpointing=False,
         enable_model_summary=False,
     )
+    kind = MuonInside if asked.inner == "muon" else CharacterGPT
     trainer.fit(
-        CharacterGPT(size, steps=asked.steps),
+        kind(size, steps=asked.steps),
         DataLoader(training, batch_size=BATCH_SIZE, shuffle=True),
         DataLoader(Subset(validation, range(16 * BATCH_SIZE)), batch_size=BATCH_SIZE),
     )
