@@ -332,8 +332,7 @@ class SliceLoader:
         self._loader: DataLoader[Any] | None = None
 
     def __len__(self) -> int:
-        length = self.plan.batches
-        if length is None:
+        if (length := self.plan.batches) is None:
             raise TypeError("How many batches there will be is not known: they are handed out as they are needed.")
         return length
 

@@ -17,6 +17,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from lightning_bytescheduler.exceptions import ByteSchedulerError, OptionError, SourceUnavailableError
 from lightning_bytescheduler.slices.cache import CacheFull, DiskFailed, SliceCache, SliceFile, SliceWriter
 from lightning_bytescheduler.slices.fetch import SliceCounters, Waiting, fetch_chunks
@@ -125,8 +127,9 @@ class SliceStore:
 
     def _whole(self, slice_: Slice) -> Iterator[Bytes]:
         """Yield a slice in one piece."""
-        content = bytearray(slice_.size)
-        for number, chunk in enumerate(self._chunks(slice_, memoryview(content))):
+        # NumPy's memory is in large pages where there are some, and not filled with zeros first.
+        content = np.empty(slice_.size, np.uint8).data
+        for number, chunk in enumerate(self._chunks(slice_, content)):
             if not isinstance(chunk, memoryview):  # which is in its place
                 content[slice(*slice_.bounds(number))] = chunk
         yield content
