@@ -209,8 +209,6 @@ def test_an_unknown_option_of_workers_of_several_ranks(inner: str, option: str, 
     [
         ("mode", "ddp", "no option 'mode'. Only strategy 'bytescheduler' has it"),
         ("find_unused_parameters", "yes", "find_unused_parameters='yes'.*True or False"),
-        ("ddp_comm_hook", "fp16", "ddp_comm_hook='fp16'.*a function, or None"),
-        ("model_averaging_period", 0, "model_averaging_period=0.*a whole number, 1 or more"),
     ],
 )
 def test_options_of_workers_that_train_with_ddp(option: str, value: Any, says: str) -> None:
