@@ -80,14 +80,14 @@ class SmallWorker:
         """Connect, get or give the weights, and join the rounds."""
         welcome = await self.hello()
         assert isinstance(welcome, protocol.Welcome), welcome
-        if welcome.provide:
-            await self.provide()
-            self._begin(self.first_weights, {}, welcome.options)
-            self.version, self.chain = welcome.version, welcome.chain
-        elif welcome.fetch:
-            await self.fetch()
-        else:
+        if not welcome.fetch:
             await self.catch_up(welcome.version)
+        elif not await self.fetch():
+            if (await self.provide()).status == 409:  # another worker was first
+                await self.fetch()
+            else:
+                self._begin(self.first_weights, {}, welcome.options)
+                self.version, self.chain = welcome.version, welcome.chain
         await self.say(messages.JoinRounds(worker=self.name))
         return welcome
 
@@ -96,12 +96,15 @@ class SmallWorker:
         body = save({**state, **{f"momentum.{name}": tensor for name, tensor in (momentum or {}).items()}})
         return await self.http.put(self.url + protocol.STATE_PATH, data=body, headers=self.headers)
 
-    async def fetch(self) -> None:
+    async def fetch(self) -> bool:
+        """Get the state; returns whether there is any."""
         while True:
             async with self.http.get(self.url + protocol.STATE_PATH, headers=self.headers) as response:
                 if response.status == 503:
                     await asyncio.sleep(0.02)
                     continue
+                if response.status == 404:
+                    return False
                 assert response.status == 200, await response.text()
                 tensors = load(await response.read())
                 self.version = int(response.headers[protocol.VERSION_HEADER])
@@ -112,6 +115,7 @@ class SmallWorker:
         assert self.welcome is not None
         ordered = {name: weights[name] for name in self.first_weights}
         self._begin(ordered, momentum, self.welcome.options)
+        return True
 
     def _begin(self, weights: dict[str, Tensor], momentum: dict[str, Tensor], options: protocol.RunOptions) -> None:
         self.outer = OuterOptimizer(weights, lr=options.outer_lr, momentum=options.outer_momentum)

@@ -42,7 +42,7 @@ from tests.coordinator.small_worker import SmallWorker
         (["--overlap-steps", "auto"], "'auto' is not a whole number"),
         (["--overlap-steps", "-1"], "--overlap-steps=-1 is not allowed"),
         (["--quorum", "2"], "--quorum=2.0 is not allowed"),
-        (["--grace-s", "soon"], "'soon' is neither a number nor auto"),
+        (["--grace-s", "auto"], "--grace-s: 'auto' is not a number"),
         (["--lease-s", "0"], "--lease-s=0.0 is not allowed"),
         (["--shards", "2"], "there is no option --shards"),
         (["--tls", "c.pem"], "--tls='c.pem' is not allowed: --tls must be CERT KEY"),

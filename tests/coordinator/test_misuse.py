@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import tempfile
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -296,17 +297,27 @@ def test_uploads_of_a_large_model_have_as_much_room_as_its_sum(monkeypatch: pyte
 
 
 def test_another_worker_gives_the_weights_if_the_first_one_dies() -> None:
+    async def half() -> AsyncIterator[bytes]:
+        yield bytes(8)
+        await asyncio.Event().wait()
+
+    async def state_is(status: int, other: SmallWorker) -> None:
+        while True:
+            async with other.http.get(other.url + protocol.STATE_PATH, headers=other.headers) as answer:
+                if answer.status == status:
+                    return
+            await asyncio.sleep(0.01)
+
     async def work(one: SmallWorker, other: SmallWorker) -> None:
-        first = await one.hello()
-        assert isinstance(first, protocol.Welcome)
-        assert first.provide
-        second = await other.hello()
-        assert isinstance(second, protocol.Welcome)
-        assert (second.provide, second.fetch) == (False, True)
+        await one.hello()
+        await other.hello()
+        headers = {**one.headers, "Content-Length": "64"}
+        sending = asyncio.ensure_future(one.http.put(one.url + protocol.STATE_PATH, data=half(), headers=headers))
+        await state_is(503, other)
         assert (await other.provide()).status == 409
-        await one.say(messages.LeaveRounds(worker=one.name))
-        assert (await other.socket.receive(timeout=60)).type is WSMsgType.CLOSE
-        assert (await other.join()).provide
+        sending.cancel()
+        await state_is(404, other)
+        await other.join()
         await other.take_part(updates_of(1)[0], samples=1)
 
     with CoordinatorServer(options_of()) as server:

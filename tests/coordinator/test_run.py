@@ -49,7 +49,7 @@ class Played:
         answer = self.run.hello(hello, self.now)
         assert isinstance(answer, tuple), answer
         member, self.welcome = answer
-        if self.welcome.provide:
+        if not self.run.has_weights:
             self.run.provided(self.now)
         return member
 
@@ -58,6 +58,12 @@ class Played:
         del self.posted[:]
         self.run.hear(member, said, self.now)
         return [message for name, message in self.posted if name == member.name]
+
+    def alive(self, member: Member) -> None:
+        """It answers a ping; the others have a connection, too."""
+        self.run.members.hear(member, self.now)
+        heard = {**dict.fromkeys(self.run.rounds.workers, 0.0), member.name: self.now}
+        self.run.rounds.note_connections(heard, now=self.now)
 
     def step(self, member: Member, round: int, steps: int) -> list[Any]:
         return self.say(
@@ -155,7 +161,7 @@ def test_the_lead_of_a_worker_that_has_died_does_not_wait_for_its_lease() -> Non
     del played.posted[:]
     played.run.members.disconnect(one)
     played.now = played.run.options.rounds.silent_after
-    played.run.alive(other, played.now)
+    played.alive(other)
     played.run.tick(played.now)
     assert played.run.leader == "other"
     assert ("other", messages.LeaderAppointed(worker="other")) in played.posted
@@ -192,6 +198,32 @@ def test_steps_of_the_open_round_count_after_a_restart() -> None:
     assert (again.run.rounds.round, again.run.rounds.left) == (2, 30)
     again.step(one, 2, 32)
     assert again.run.rounds.left == 28
+
+
+def test_a_restarted_coordinator_does_not_wait_for_a_worker_that_pauses() -> None:
+    played, one, other = begun()
+    sessions = one.session, other.session
+    again = Played(samples_per_round=100, inner_steps=None, workers=2)
+    again.run.load_state_dict(played.run.state_dict(), again.now)
+    one, other = (again.hello(name, session=session) for name, session in zip(("one", "other"), sessions, strict=True))
+    again.say(one, join(one))
+    again.run.tick(again.now)
+    assert again.run.rounds.round == 1
+    again.say(other, messages.PauseRounds(worker="other"))
+    again.run.tick(again.now)
+    assert again.run.rounds.round == 2
+
+
+def test_an_update_of_earlier_rounds_counts_if_its_worker_leaves_before_a_step_of_this_one() -> None:
+    played = Played(samples_per_round=100, inner_steps=None, fragments=2)
+    one = played.hello("one")
+    played.say(one, join(one))
+    played.one_round(one, round=1, steps=100)
+    offer = Offer(member=one, round=2, fragment=1, steps=0, samples=100, round_samples=0)
+    played.run.sending(offer, played.now)
+    played.run.arrived(offer, played.now, Place(100))
+    played.say(one, messages.LeaveRounds(worker="one"))
+    assert [(merge.round, merge.counts) for merge in played.merges] == [(2, True)]
 
 
 @pytest.mark.parametrize(("damage", "says"), [({"version": -1}, r"\$\.version"), ({"chain": None}, r"\$\.chain")])
@@ -247,7 +279,7 @@ def test_a_worker_that_fetches_weights_and_answers_pings_is_counted_on() -> None
     for _ in range(4):
         played.now += played.run.options.rounds.silent_after
         played.step(one, 2, int(played.now))
-        played.run.alive(other, played.now)
+        played.alive(other)
     played.say(one, messages.PauseRounds(worker="one"))
     assert not played.run.rounds.collecting  # the other's update is still to come
     assert played.merges == []

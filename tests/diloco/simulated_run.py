@@ -19,6 +19,7 @@ from lightning_bytescheduler.diloco.messages import (
     PseudoGradientArrived,
     RoundStarted,
     SendingPseudoGradient,
+    TrainingOver,
 )
 from lightning_bytescheduler.diloco.round_counter import RoundCounter
 from lightning_bytescheduler.diloco.round_end import RoundOptions, RoundTarget
@@ -127,7 +128,7 @@ class _Run:
         self.lease = lease
         self._make = lambda: kind(target, options, post=self._post, end=self._ended)
         self.scheduler = self._watched()
-        self._saved = self.scheduler.rounds_over
+        self._saved = self.scheduler.round - self.scheduler.is_open
         self.chance, self.loss, self.doubling = chance, loss, doubling
         self.now, self.numbers = 0.0, itertools.count()
         self.heap: list[tuple[float, bool, int, Callable[[], None]]] = []
@@ -149,7 +150,7 @@ class _Run:
     def _ended(self, record: RoundRecord) -> None:
         assert record.round == len(self.seen.rounds) + 1
         self.seen.rounds.append(record)
-        self._saved = self.scheduler.rounds_over
+        self._saved = self.scheduler.round - self.scheduler.is_open
         self.scheduler.go_on()
 
     def _restart(self) -> None:
@@ -164,7 +165,7 @@ class _Run:
 
         def noted(*arguments: Any) -> None:
             collect(*arguments)
-            self.seen.bounds[made.round] = made._deadline + made._longest_grace
+            self.seen.bounds[made.round] = made._deadline
 
         made._collect = noted  # type: ignore[method-assign,assignment]
         return made
@@ -207,6 +208,11 @@ class _Counter(RoundCounter):
     """Of a worker that knows what to say again to a scheduler that was started anew."""
 
     sent: SendingPseudoGradient | None = None
+    finished = False
+
+    def receive(self, message: Message) -> None:
+        self.finished = self.finished or isinstance(message, TrainingOver)
+        super().receive(message)
 
     def start(self) -> RoundStarted:
         self.sent = None

@@ -62,7 +62,6 @@ targets = st.one_of(
 @given(
     crowd=st.lists(machines, min_size=1, max_size=6),
     target=targets,
-    grace=st.sampled_from([4.0, "auto"]),
     quorum=st.sampled_from([0.0, 0.5]),
     lease=st.sampled_from([3.0, 15.0, math.inf]),
     restarts=st.lists(st.floats(0, 60), max_size=2).map(tuple),
@@ -71,7 +70,6 @@ targets = st.one_of(
 def test_every_round_ends_whichever_worker_dies_sleeps_or_comes_back(
     crowd: list[Machine],
     target: RoundTarget,
-    grace: float,
     quorum: float,
     lease: float,
     restarts: tuple[float, ...],
@@ -79,7 +77,7 @@ def test_every_round_ends_whichever_worker_dies_sleeps_or_comes_back(
 ) -> None:
     crowd = [*crowd, Machine(batch_size=8, step_seconds=0.2)]  # the one that lives
     options = RoundOptions(
-        outer_steps=ROUNDS, grace=grace, quorum=quorum, silent_after=2.0, first_step_limit=20.0, start_workers=1
+        outer_steps=ROUNDS, grace=4.0, quorum=quorum, silent_after=2.0, first_step_limit=20.0, start_workers=1
     )
     run = simulate(crowd, target, options, seed=seed, lease=lease, restarts=restarts, until=20_000.0)
     assert [record.round for record in run.rounds] == list(range(1, ROUNDS + 1))
@@ -94,7 +92,7 @@ def test_many_kills_and_returns_cost_little() -> None:
         for index in range(7)
     ]
     crowd += [Machine(batch_size=8, step_seconds=0.1, jitter=0.05)]
-    options = RoundOptions(outer_steps=60, quorum=0.5, grace="auto", silent_after=1.0, start_workers=8)
+    options = RoundOptions(outer_steps=60, quorum=0.5, grace=4.0, silent_after=1.0, start_workers=8)
     run = simulate(crowd, SampleTarget(8 * 8 * 10), options, lease=2.0)
     check(run, crowd, silent_after=1.0, first_step_limit=600.0)
     assert len(run.rounds) == 60
@@ -107,7 +105,7 @@ def test_many_kills_and_returns_cost_little() -> None:
 def test_a_worker_that_is_stopped_for_twenty_seconds_is_back_at_work(lease: float) -> None:
     crowd = [Machine(batch_size=8, step_seconds=0.1) for _ in range(4)]
     crowd[0] = Machine(batch_size=8, step_seconds=0.1, sleeps=((20.0, 40.0),))
-    options = RoundOptions(outer_steps=20, grace="auto", silent_after=1.0, start_workers=4)
+    options = RoundOptions(outer_steps=20, grace=4.0, silent_after=1.0, start_workers=4)
     run = simulate(crowd, SampleTarget(4 * 8 * 50), options, lease=lease)
     check(run, crowd, silent_after=1.0, first_step_limit=600.0)
     asleep = [record for record in run.rounds if record.start > 21.0 and record.end < 40.0]

@@ -140,7 +140,7 @@ def test_a_worker_that_finds_none_says_so_once_and_goes_on_trying(
         finally:
             worker.client.stop(5)
     [said] = [record.getMessage() for record in caplog.records if record.name == coordinator_client.__name__]
-    assert f"at http://{address} so far" in said
+    assert f"at http://{address} for" in said
     assert "port and no path, and with TLS it begins with https://" in said
     assert worker.error is None
 

@@ -52,7 +52,6 @@ class Sender:
         self.client = Client()
         self.wire = WireFormat(dtype=dtype)
         self.transport = CoordinatorTransport(self.client, wire=self.wire, sizes=[SIZE])  # type: ignore[arg-type]
-        self.wanted = True
         self.round = 0
 
     def send(self, values: Tensor, *answers: tuple[int, str], total: int = 1) -> Tensor:
@@ -60,7 +59,7 @@ class Sender:
         self.round += 1
         self.client.answers = list(answers)
         update = Contribution(worker="w", round=self.round, fragment=0, pseudo_gradient=values, samples=8)
-        upload = self.transport.start(update, lambda: self.wanted)
+        upload = self.transport.start(update)
         self.transport.settle(upload, total=total)
         return self.wire.decode(torch.frombuffer(bytearray(self.client.bodies[-1]), dtype=torch.uint8), SIZE)
 
@@ -103,17 +102,10 @@ def test_of_an_update_that_was_there_in_another_version_nothing_is_known(sender:
     assert not sender.send(torch.zeros(SIZE), (200, "added")).any()
 
 
-def test_a_round_that_has_not_begun_there_is_asked_for_again(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_bytescheduler.diloco.coordinator_client._ASK_AGAIN_S", 0.001)
+def test_a_round_that_has_not_begun_there_is_asked_for_again(sender: Sender) -> None:
     sender.send(draw(1), (409, "the last one is 0"), (409, "the last one is 0"), (200, "added"), total=0)
     assert len(set(sender.client.bodies)) == 1
     assert len(sender.client.bodies) == 3
-
-
-def test_one_that_is_over_is_not(sender: Sender) -> None:
-    sender.wanted = False
-    sender.send(draw(1), (409, "no such round"), total=0)
-    assert len(sender.client.bodies) == 1
 
 
 def test_an_encoding_under_way_does_not_hold_up_the_end() -> None:
@@ -126,7 +118,7 @@ def test_an_encoding_under_way_does_not_hold_up_the_end() -> None:
 
     sender.transport._encode = encode  # type: ignore[method-assign, assignment]
     sender.client.answers = [(200, "added")]
-    sending = threading.Thread(target=lambda: sender.transport.start(update(draw(0)), bool))
+    sending = threading.Thread(target=lambda: sender.transport.start(update(draw(0))))
     sending.start()
     assert begun.wait(60.0)
     until(lambda: sender.transport._coding is not None, "the job of the codec's thread")

@@ -41,7 +41,7 @@ from lightning_bytescheduler.diloco.strategy import refuse_searches
         ("fragments", 0),
         ("overlap_steps", -1),
         ("overlap_steps", True),
-        ("overlap_steps", "soon"),
+        ("overlap_steps", "auto"),
         ("overlap_steps", 1.5),
         ("wire_dtype", "fp16"),
         ("wire_dtype", "sparse:2"),

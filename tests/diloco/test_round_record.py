@@ -100,7 +100,7 @@ def test_a_file_that_the_user_named_is_opened_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OptionError, match=r"^rounds_file=.* must be a file that can be written \("):
         RoundFile(tmp_path / "file" / "rounds.jsonl", append=False, option="rounds_file")
-    RoundFile(tmp_path / "file" / "rounds.jsonl", append=False).close()  # the run's own record may be missing
+    RoundFile(tmp_path / "file" / "rounds.jsonl", append=False).write(HAND_MADE)  # the run's own may be missing
     named = RoundFile(tmp_path / "new" / "rounds.jsonl", append=False, option="rounds_file")
     named.write(HAND_MADE)
     named.close()

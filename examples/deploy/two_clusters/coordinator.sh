@@ -20,4 +20,4 @@ exec lightning-bytescheduler coordinator \
   --state state \
   --tls server.pem server.key --token-file token \
   --samples-per-round 262144 --wire-dtype int8 \
-  --quorum 0.5 --grace-s auto --lease-s 120
+  --quorum 0.5 --lease-s 120

@@ -47,12 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rounds.add_argument("--outer-lr", type=float, metavar="X", help="outer learning rate (default: 0.7)")
     rounds.add_argument("--outer-momentum", type=float, metavar="X", help="Nesterov momentum (default: 0.9)")
     rounds.add_argument("--fragments", type=int, metavar="N", help="parts of the model that take turns (default: 1)")
-    rounds.add_argument(
-        "--overlap-steps",
-        type=int,
-        metavar="N",
-        help="steps from an update to its mean (default: 0)",
-    )
+    rounds.add_argument("--overlap-steps", type=int, metavar="N", help="steps from an update to its mean (default: 0)")
     rounds.add_argument("--wire-dtype", metavar="NAME", help=f"{', '.join(WIRE_DTYPES)} or sparse:0.01 (default: fp32)")
     waiting = parser.add_argument_group("who is waited for")
     defaults = RoundOptions()
@@ -61,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     waiting.add_argument(
         "--grace-s",
         dest="grace",
-        type=_number_or_auto,
+        type=float,
         metavar="S",
-        help=f"seconds that a round waits beyond its deadline, or auto (default: {defaults.grace:g})",
+        help=f"seconds that a round waits beyond its forecast (default: {defaults.grace:g})",
     )
     waiting.add_argument("--silent-after", type=float, metavar="S", help="seconds to await a silent one (default: 10)")
     waiting.add_argument(
@@ -198,11 +193,3 @@ def _log_to_stderr() -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
         logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-
-
-def _number_or_auto(text: str) -> float | str:
-    """A number, or the word ``auto``."""
-    try:
-        return text if text == "auto" else int(text) if text.isdecimal() else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None

@@ -57,7 +57,6 @@ class Member:
         silent: Whether it has no connection, and was not heard of for a while.
         given_up: Whether its lease is over: it is not a member, but its name is kept for it.
         ready: The message with which it last joined the rounds, even before there are any.
-        paused: Whether it does something else for now, and takes no part in rounds.
         begins_anew: Whether it gets other weights as it joins, so that its steps so far do not count.
         bytes_in: Bytes of updates received from it.
         bytes_out: Bytes of means and states sent to it.
@@ -75,7 +74,6 @@ class Member:
     silent: bool = False
     given_up: bool = False
     ready: JoinRounds | None = None
-    paused: bool = False
     begins_anew: bool = False
     bytes_in: int = 0
     bytes_out: int = 0

@@ -93,6 +93,7 @@ class BulkRoutes:
         self._downloads = 0  # of means, under way
         self._written = (-1, "", memoryview(b""))  # version, chain, and the state in a nameless file
         self._writing = asyncio.Lock()
+        self._providing = False  # the first weights are coming in
 
     # ── Updates ───────────────────────────────────────────────────────────
 
@@ -305,8 +306,10 @@ class BulkRoutes:
     async def get_state(self, request: web.Request, member: Member) -> web.StreamResponse:
         """Hand out the state from a file, so that a slow worker neither holds memory nor delays a step."""
         weights, lineage = self.weights, self._run.lineage
+        if weights is None and self._providing:
+            return problem(503, "Another worker is sending the first weights.", retry_after=1)
         if weights is None:
-            return problem(503, "The first worker has not sent the first weights yet.", retry_after=1)
+            return problem(404, "There are no weights yet: send the first ones.")
         async with self._writing:
             async with weights.still:
                 now = lineage.version, lineage.chain
@@ -320,20 +323,19 @@ class BulkRoutes:
         return await self._send(request, member, state, said, on_disk=True)
 
     async def put_state(self, request: web.Request, member: Member) -> web.StreamResponse:
-        """Take the first weights from the worker that was asked for them."""
-        run = self._run
-        if not run.provides(member):
-            return problem(409, "The first weights are there, or another worker is to send them.")
-        limit, length = state_bytes(run.model), request.content_length
+        """Take the first weights from the worker that sends them first."""
+        if self.weights is not None or self._providing:
+            return problem(409, "The first weights are there, or another worker is sending them.")
+        limit, length = state_bytes(self._run.model), request.content_length
         if length is None or not 8 <= length <= limit:
             return problem(413, f"Content-Length={length} is not allowed: these weights take {limit} bytes at most.")
+        self._providing = True
         try:
-            tensors = await self._weights_in(request, length)
-            if not run.provides(member):
-                return problem(409, "Another worker has sent the first weights already.")
-            await self._begin(tensors)
+            await self._begin(await self._weights_in(request, length))
         except OptionError as error:
             return problem(422, str(error))
+        finally:
+            self._providing = False
         return web.json_response({"parameters": 0 if self.weights is None else self.weights.parameters})
 
     async def _weights_in(self, request: web.Request, length: int) -> dict[str, Tensor]:

@@ -233,8 +233,6 @@ class Run:
         merge: Called when a round is to be merged. :meth:`merged` has to be called when that is done.
         on_round: Called with each round that has ended.
         on_leave: Called with each worker that has left or was given up.
-        on_no_provider: Called when the worker that was to send the first weights has left: one of those that say hello
-            again is asked.
         slices: The training data, if the coordinator hands it out.
     """
 
@@ -246,7 +244,6 @@ class Run:
         merge: Callable[[Merge], None],
         on_round: Callable[[RoundRecord], None] = lambda record: None,
         on_leave: Callable[[Member], None] = lambda member: None,
-        on_no_provider: Callable[[], None] = lambda: None,
         slices: SliceRoutes | None = None,
     ) -> None:
         self.options = options
@@ -262,9 +259,7 @@ class Run:
         self._merge = merge
         self._on_round = on_round
         self._on_leave = on_leave
-        self._on_no_provider = on_no_provider
         self.contributions = Contributions()
-        self._provider: Member | None = None  # the worker that is to send the first weights
         self._awaited: set[str] = set()  # after a restart: workers that are not back yet
         self._hold_until: float | None = None  # until then no round begins
         self.leader: str | None = None  # the worker that validates, logs and saves for all
@@ -290,14 +285,10 @@ class Run:
         self.count("rejoined" if member.session == hello.session else "joined")
         if not self.model:
             self.model = hello.model
-        if self._provider is None and not self.has_weights:
-            self._provider = member
-        provide = self.provides(member)
         self._appoint()
         # Every worker begins with version 0 and the first chain. These are not the run's first weights.
         has_place = bool(hello.session) and self.lineage.chains.get(hello.version) == hello.chain
-        fetch = not provide and not (self.has_weights and has_place)
-        member.begins_anew = fetch or provide
+        member.begins_anew = fetch = not (self.has_weights and has_place)
         return member, Welcome(
             worker=member.name,
             session=member.session,
@@ -305,19 +296,13 @@ class Run:
             version=self.lineage.version,
             chain=self.lineage.chain,
             fetch=fetch,
-            provide=provide,
             lease=self.options.lease,
             leads=member.name == self.leader,
         )
 
-    def provides(self, member: Member) -> bool:
-        """Whether a member is the one that is asked for the first weights."""
-        return not self.has_weights and self._provider is member
-
     def provided(self, now: float) -> None:
         """The first weights are there: workers that wait for them can begin."""
         self.has_weights = True
-        self._provider = None
         self._let_in(now)
 
     def _let_in(self, now: float) -> None:
@@ -342,9 +327,6 @@ class Run:
         if not self.has_weights and not len(self.members):
             self.model = ()  # no worker is left that has this model
         self._on_leave(member)
-        if self._provider is member:
-            self._provider = None
-            self._on_no_provider()
         self.rounds.handle(LeaveRounds(worker=member.name), now=now)
         self._appoint()
 
@@ -378,18 +360,13 @@ class Run:
         for message in said:
             self._hear(member, message, now)
 
-    def alive(self, member: Member, now: float) -> None:
-        """Record a sign of life of a worker that sends no messages, as while it fetches large weights."""
-        self.members.hear(member, now)
-        self.rounds.note_alive(member.name, now=now)
-
     def _hear(self, member: Member, message: FromWorker, now: float) -> None:
         name = member.name
         if isinstance(message, PauseRounds):
-            member.ready, member.paused = None, True
+            member.ready = None
+            self._awaited.discard(name)
         if isinstance(message, JoinRounds):
             member.ready = joins = self._checked(message, member)
-            member.paused = False
             self._awaited.discard(name)
             if self.has_weights and not self._awaited:
                 if self._hold_until is not None:

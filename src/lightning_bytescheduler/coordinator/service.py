@@ -134,7 +134,6 @@ class CoordinatorService:
             merge=self._merges.put_nowait,
             on_round=self._note,
             on_leave=self._forget,
-            on_no_provider=self._ask_another,
             slices=slices,
         )
         self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="bytescheduler-coordinator")
@@ -261,7 +260,7 @@ class CoordinatorService:
         progress = WorkerProgress(name=name, heard=now) if known is None else known
         return WorkerStatus(
             name=name,
-            state="paused" if member.paused else "joining" if known is None else known.state.value,
+            state="joining" if known is None else known.state.value,
             connected=name in self._connections,
             leads=name == run.leader,
             ranks=member.ranks,
@@ -315,10 +314,6 @@ class CoordinatorService:
         if connection is not None:
             connection.end("The worker was silent for too long, or has left.")
 
-    def _ask_another(self) -> None:
-        for connection in list(self._connections.values()):
-            connection.cut("Come back: another worker has to send the first weights.")
-
     async def _tick(self) -> None:
         alive_at = 0.0
         while True:
@@ -326,11 +321,13 @@ class CoordinatorService:
             if now >= alive_at:
                 quiet = min(self.run.options.lease / 8, self.run.options.rounds.silent_after / 4)
                 alive_at = now + min(quiet, _LONGEST_TICK_S)
-                for connection in list(self._connections.values()):
-                    heard = connection.last_heard(now, every=quiet, patience=self.run.options.lease / 3)
-                    if heard is not None:
-                        self.run.alive(connection.member, heard)
-                self.run.rounds.note_connections({*self._connections, *self.bulk.uploading}, now=now)
+                heard = dict.fromkeys(self.bulk.uploading, 0.0)
+                for name, connection in list(self._connections.items()):
+                    last = connection.last_heard(now, every=quiet, patience=self.run.options.lease / 3)
+                    if last is not None:
+                        self.run.members.hear(connection.member, last)
+                        heard[name] = last
+                self.run.rounds.note_connections(heard, now=now)
             self.run.tick(now)
             self.stalls.look()
             if self.slices is not None:

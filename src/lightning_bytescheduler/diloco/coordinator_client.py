@@ -38,6 +38,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
@@ -110,9 +111,7 @@ class CoordinatorAddress:
         Raises:
             OptionError: If a file cannot be used.
         """
-        if not self.url.startswith("https:"):
-            return None
-        return client_tls(self.authority)
+        return client_tls(self.authority) if self.url.startswith("https:") else None
 
 
 def resolve_coordinator(
@@ -163,19 +162,15 @@ def resolve_coordinator(
 
 
 def _require_url(option: str, url: str) -> str:
+    rest = url.partition("://")[2]
     try:
         parts = urlsplit(url)
-        port = parts.port
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        raise OptionError(option, url, _URL) from None
-    if parts.username or parts.password:
-        raise OptionError(
-            option,
-            f"{parts.scheme}://...",
-            f"{_URL}, without a password; the token goes into token_file",
-        )
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.query or parts.fragment:
-        raise OptionError(option, url, _URL)
+        good = False
+    if not good or set(rest) & set("?#@"):
+        shown = url if "@" not in rest else "..."  # there may be a password in it
+        raise OptionError(option, shown, f"{_URL}, without a password; the token goes into token_file")
     return url.rstrip("/")
 
 
@@ -439,26 +434,20 @@ class CoordinatorClient:
 
     def _warn_of_silence(self, seconds: float, last: str) -> None:
         """Warn once that there is no coordinator, and say what follows from that."""
-        if self._warned or seconds < (_QUIET_S if self.first.done() else _FIRST_QUIET_S):
+        was_there = self.first.done()
+        if self._warned or seconds < (_QUIET_S if was_there else _FIRST_QUIET_S):
             return
         self._warned = True
-        if self.first.done():
-            log.warning(
-                "The coordinator at %s has been away for %.0f s (%s). Training goes on. Updates are sent when it is "
-                "back. A worker that ends before that waits for a minute at most; updates not sent by then are lost.",
-                self._address.url,
-                seconds,
-                last,
+        follows = (
+            f"This worker tries for {self._timeout:.0f} s in all. Start one with 'lightning-bytescheduler "
+            "coordinator', or check the address: it has a port and no path, and with TLS it begins with https://."
+        )
+        if was_there:
+            follows = (
+                "Training goes on. Updates are sent when it is back. A worker that ends before that waits for a minute "
+                "at most; updates not sent by then are lost."
             )
-        else:
-            log.warning(
-                "No coordinator answers at %s so far (%s). This worker tries for %.0f s in all. Start one with "
-                "'lightning-bytescheduler coordinator', or check the address: it has a port and no path, "
-                "and with TLS it begins with https://.",
-                self._address.url,
-                last,
-                self._timeout,
-            )
+        log.warning("No coordinator has answered at %s for %.0f s (%s). %s", self._address.url, seconds, last, follows)
 
     async def _connection(self) -> None:
         async with self._http.ws_connect(
@@ -547,7 +536,7 @@ class _Conversation:
         self._receive = receive
         self._outbox: list[FromWorker] = []
         self._changed = asyncio.Event()  # something to send, or something heard
-        self._sent = self._answered = self._heard = 0
+        self._sent = self._answered = 0
 
     @property
     def is_heard(self) -> bool:
@@ -577,7 +566,7 @@ class _Conversation:
                     await asyncio.wait_for(self._changed.wait(), lease / _SIGNS)
             messages, self._outbox = tuple(self._outbox), []
             self._sent += 1
-            frame = encode_frame(Batch(number=self._sent, heard=self._heard, messages=messages))
+            frame = encode_frame(Batch(number=self._sent, messages=messages))
             try:
                 await asyncio.wait_for(self._exchange(frame), lease)
             except asyncio.TimeoutError:
@@ -592,7 +581,6 @@ class _Conversation:
     async def _listen(self) -> None:
         while True:
             frame = await self.next_frame(Batch)
-            self._heard = max(self._heard, frame.number)
             self._answered = max(self._answered, frame.heard)
             self._changed.set()
             for message in frame.messages:
@@ -656,8 +644,8 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 
 
 _ASK_AGAIN_S = 0.2
-_ASK_AGAIN_MOST_S = 5.0
 _NOT_NOW = 409
+_NO_WEIGHTS = 404
 _WRONG_WEIGHTS = (413, 422)
 _CODEC = "bytescheduler-coordinator-codec"
 
@@ -693,15 +681,10 @@ class CoordinatorTransport:
         """See ``Exchange``."""
         return self
 
-    def start(self, contribution: Contribution, wanted: Callable[[], bool] = lambda: True) -> Upload:
-        """Begin to encode and upload an update, until there is an answer.
-
-        Args:
-            contribution: The update.
-            wanted: Whether to ask again if its round has not begun at the coordinator.
-        """
+    def start(self, contribution: Contribution) -> Upload:
+        """Begin to encode and upload an update, until there is an answer."""
         upload = Upload(fragment=contribution.fragment)
-        upload.receipt = self.client.start(self._upload(contribution, upload, wanted))
+        upload.receipt = self.client.start(self._upload(contribution, upload))
         return upload
 
     def settle(self, upload: Upload, *, total: int) -> None:
@@ -723,16 +706,14 @@ class CoordinatorTransport:
         """Wait until all messages are heard; returns whether they were, in time."""
         return self.client.flush(timeout)
 
-    def fetch_state(self) -> Future[tuple[bytes, int, str]]:
-        """Fetch the current global state, as ``outer_optimizer`` reads it, with its version and its chain."""
-        return self.client.start(self._state())
+    def fetch_state(self, own: Callable[[], bytes]) -> Future[tuple[bytes, int, str]]:
+        """Fetch the current global state, as ``outer_optimizer`` reads it, with its version and its chain.
 
-    def provide(self, payload: bytes) -> Future[bool]:
-        """Send this worker's weights as the first ones; returns whether the coordinator has weights afterwards.
-
-        It fails with a ``CoordinatorError`` if the weights are refused for their content.
+        Args:
+            own: Makes this worker's state, to be sent as the first one if there is none. The result fails with a
+                ``CoordinatorError`` if that is refused for its content.
         """
-        return self.client.start(self._provide(payload))
+        return self.client.start(self._state(own))
 
     def stop(self, timeout: float) -> bool:
         """End the connection and the threads; returns whether they ended within ``timeout`` seconds."""
@@ -769,9 +750,7 @@ class CoordinatorTransport:
         payload = torch.frombuffer(bytearray(body), dtype=torch.uint8)
         return self.wire.of_means.decode(payload, self._sizes[fragment])
 
-    async def _upload(
-        self, contribution: Contribution, upload: Upload, wanted: Callable[[], bool]
-    ) -> UpdateReceipt | None:
+    async def _upload(self, contribution: Contribution, upload: Upload) -> UpdateReceipt | None:
         body, digest = await self._coded(self._encode, contribution, upload)
         path = update_path(contribution.round, contribution.fragment)
         headers = {
@@ -784,13 +763,12 @@ class CoordinatorTransport:
             trained = msgspec.json.encode(contribution.trained)
             headers[TRAINED_HEADER] = str(len(trained))
             body = trained + body
-        pause = _ASK_AGAIN_S
-        answer = await self.client.request("PUT", path, headers=headers, body=body)
-        # A restarted coordinator may not have begun this round yet, or not know this worker's part in it.
-        while answer.status == _NOT_NOW and wanted():
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _ASK_AGAIN_MOST_S)
+        for tries in count(2):
             answer = await self.client.request("PUT", path, headers=headers, body=body)
+            # A restarted coordinator may not have begun this round yet, or not know this worker's part in it.
+            if answer.status != _NOT_NOW:
+                break
+            await asyncio.sleep(_pause(tries))
         if answer.status != 200:
             log.warning(
                 "coordinator: the pseudo-gradient of round %d was not taken: %s", contribution.round, answer.words
@@ -812,23 +790,21 @@ class CoordinatorTransport:
         upload.residual = residual
         return body, self._digest(body)
 
-    async def _state(self) -> tuple[bytes, int, str]:
+    async def _state(self, own: Callable[[], bytes]) -> tuple[bytes, int, str]:
         while True:
             answer = await self.client.request("GET", STATE_PATH)
             if answer.status == 200:
                 version = int(answer.headers.get(VERSION_HEADER, "0"))
                 return answer.body, version, answer.headers.get(CHAIN_HEADER, "0" * 32)
-            log.debug("coordinator: no state yet: %s", answer.words)
-            await asyncio.sleep(_ASK_AGAIN_S)
-
-    async def _provide(self, payload: bytes) -> bool:
-        headers = {DIGEST_HEADER: await self._coded(self._digest, payload)}
-        answer = await self.client.request("PUT", STATE_PATH, headers=headers, body=payload)
-        if answer.status in _WRONG_WEIGHTS:
-            raise CoordinatorError(f"The coordinator refuses this worker's weights: {answer.words}")
-        if answer.status >= 300:
-            log.info("coordinator: the first weights were not taken: %s", answer.words)
-        return answer.status < 300 or answer.status == _NOT_NOW  # another worker has sent its weights
+            if answer.status == _NO_WEIGHTS:
+                payload = await self._coded(own)
+                headers = {DIGEST_HEADER: await self._coded(self._digest, payload)}
+                answer = await self.client.request("PUT", STATE_PATH, headers=headers, body=payload)
+                if answer.status in _WRONG_WEIGHTS:
+                    raise CoordinatorError(f"The coordinator refuses this worker's weights: {answer.words}")
+            if answer.status >= 300:
+                log.debug("coordinator: no state yet: %s", answer.words)
+                await asyncio.sleep(_ASK_AGAIN_S)
 
     async def _coded(self, function: Callable[..., _T], *arguments: object) -> _T:
         coding = self._coding = self._codec.submit(function, *arguments)

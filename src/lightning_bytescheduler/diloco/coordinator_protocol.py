@@ -11,10 +11,10 @@ same version of the same run have the same bits, as each takes the same outer st
 *chain* distinguishes runs with the same number of rounds: it is a digest of the former chain and of the mean's digest.
 It reveals a worker that has merged a round which a restarted coordinator does not know; that worker fetches the state.
 
-A connection. After each ``Welcome`` the worker brings its weights to ``Welcome.version`` (or sends its own, if it is to
-``provide``). Then it sends ``JoinRounds``, whose ``session`` the coordinator fills in itself. The coordinator answers
-each frame of a worker with one that has ``heard`` it. The worker sends no second frame before that, and collects its
-messages for the next ``Batch``. The coordinator ends a connection with a reason (a frame that is wrong, a worker that
+A connection. After each ``Welcome`` the worker brings its weights to ``Welcome.version``. Then it sends ``JoinRounds``,
+whose ``session`` the coordinator fills in itself. The coordinator answers each frame of a worker with one that has
+``heard`` it. The worker sends no second frame before that, and collects its messages for the next ``Batch``. The
+coordinator ends a connection with a reason (a frame that is wrong, a worker that
 does not read, a coordinator that stops). The worker comes back with a ``Hello`` with its session, and nothing is lost.
 A request refused over HTTP is answered with ``{"error": "..."}``, and has changed nothing; 503 and 429 come with
 ``Retry-After``.
@@ -56,8 +56,8 @@ the mean of a round that has ended, in the same form, with ``TOTAL_HEADER`` (0: 
 ``CHAIN_HEADER`` and ``DIGEST_HEADER``; 404 if it is not kept any more."""
 STATE_PATH = "/v1/state"
 """``GET``: global weights (``weights.NAME``) and the outer optimizer's state as safetensors, with ``VERSION_HEADER``,
-``CHAIN_HEADER``. ``PUT``: the same of the first weights, from the worker that was asked for them; it has momentum only
-if it begins from a checkpoint."""
+``CHAIN_HEADER``; 404 if there are none, so that this worker is to send its own, and 503 while another one does.
+``PUT``: the same of the first weights; it has momentum only if it begins from a checkpoint."""
 SLICES_PATH = "/v1/slices"
 """``POST``: one message of ``slices/tracker.py``; the answer is another."""
 STATUS_PATH = "/v1/status"
@@ -255,7 +255,6 @@ class Welcome(AnyMessage, frozen=True, kw_only=True):
         version: Version of the global weights.
         chain: Chain of these weights.
         fetch: Whether the worker has to take the state before it starts, as it has another version or none.
-        provide: Whether it is to send its own weights, as there are none yet.
         lease: Seconds without a sign of life after which it is given up.
         leads: Whether it validates, logs and saves for all.
     """
@@ -266,7 +265,6 @@ class Welcome(AnyMessage, frozen=True, kw_only=True):
     version: _Count
     chain: _Chain
     fetch: bool
-    provide: bool = False
     lease: float
     leads: bool = False
 
@@ -299,7 +297,7 @@ class Batch(AnyMessage, frozen=True, kw_only=True):
 
     Attributes:
         number: Number of the frame, from 1 on in each connection and direction.
-        heard: Number of the last frame of the other side.
+        heard: From the coordinator: the number of the worker's last frame.
         messages: In order.
     """
 

@@ -102,12 +102,11 @@ class PseudoGradientExchange:
         """See ``Exchange``."""
         return None
 
-    def start(self, contribution: Contribution, wanted: Callable[[], bool] = lambda: True) -> Upload:
+    def start(self, contribution: Contribution) -> Upload:
         """Begin to exchange a fragment; returns at once. For one thread.
 
         Args:
             contribution: The update. The next one of its fragment may come only when this one's mean is there.
-            wanted: Not called, as all workers are there or the job ends.
 
         Returns:
             Its receipt is the mean.

@@ -14,15 +14,7 @@ from lightning_bytescheduler.diloco.messages import (
     SendingPseudoGradient,
     StartRound,
     StepReport,
-    TrainingOver,
 )
-
-_Loss = tuple[float, int]  # mean over the steps that have one, and their samples
-
-
-def _mean_of(one: _Loss, other: _Loss) -> _Loss:
-    (mean, samples), (loss, more) = one, other
-    return (mean + (loss - mean) * (more / (samples + more)), samples + more) if more else one
 
 
 class RoundCounter:
@@ -36,7 +28,6 @@ class RoundCounter:
         steps: Taken in this round, or since its pseudo-gradient was sent.
         samples: Processed in these steps.
         next_round: The round to start, as soon as its weights are there; ``None`` if none was announced.
-        finished: Whether the training is over.
         closes: Whether this round has no step, and only sends what earlier rounds have left of a fragment.
     """
 
@@ -45,10 +36,8 @@ class RoundCounter:
         self.round = 0
         self.steps = 0
         self.samples = 0
-        self._loss: _Loss = (0.0, 0)
-        self._loss_of_sent: _Loss = (0.0, 0)  # of what was sent last
+        self._losses, self._measured = 0.0, 0  # sum over the samples whose loss is known, and their number
         self.next_round: int | None = None
-        self.finished = False
         self.closes = False
         self._next_cap: int | None = None
         self._last_step: int | None = None
@@ -58,10 +47,10 @@ class RoundCounter:
     def carried_into(self, round: int, sent: SendingPseudoGradient | None = None) -> RoundCounter:
         """Return a new counter that begins ``round`` with these steps, and those of ``sent``, which did not count."""
         counter = RoundCounter(self.worker)
-        counter.round, counter.steps, counter.samples, counter._loss = round, self.steps, self.samples, self._loss
+        counter.round, counter.steps, counter.samples = round, self.steps, self.samples
+        counter._losses, counter._measured = self._losses, self._measured
         if sent is not None:
             counter.steps, counter.samples = self.steps + sent.steps, self.samples + sent.samples
-            counter._loss = _mean_of(self._loss, self._loss_of_sent)
         return counter
 
     @property
@@ -80,8 +69,6 @@ class RoundCounter:
             # A message may have been under way for long, and name a round that has begun.
             if message.round > max(self.round, self.next_round or 0):
                 self.next_round, self._next_cap = message.round, message.step_cap
-        elif isinstance(message, TrainingOver):
-            self.finished = True
         elif self._sent:
             pass  # the message is about a round that this worker is through with
         elif isinstance(message, (Acknowledge, SendAfter)) and message.round == self.round:
@@ -123,8 +110,7 @@ class RoundCounter:
         self.samples += require_whole("batch_size", batch_size, 1)
         self.steps += 1
         if loss is not None:
-            self._loss = _mean_of(self._loss, (loss, batch_size))
-        mean, measured = self._loss
+            self._losses, self._measured = self._losses + loss * batch_size, self._measured + batch_size
         return StepReport(
             worker=self.worker,
             round=self.round + self._sent,
@@ -133,7 +119,7 @@ class RoundCounter:
             batch_size=batch_size,
             seconds=require_seconds("seconds", seconds),
             in_flight=in_flight,
-            loss=mean if measured else None,
+            loss=self._losses / self._measured if self._measured else None,
         )
 
     def send(self) -> SendingPseudoGradient:
@@ -142,7 +128,6 @@ class RoundCounter:
         Where sending overlaps with training, the steps that follow count for the next round.
         """
         message = SendingPseudoGradient(worker=self.worker, round=self.round, steps=self.steps, samples=self.samples)
-        self._loss_of_sent = self._loss
         self.clear()
         self._last_step = None
         self._sent = True
@@ -151,4 +136,4 @@ class RoundCounter:
     def clear(self) -> None:
         """Forget the steps of this round."""
         self.steps = self.samples = self._acknowledged = 0
-        self._loss = (0.0, 0)
+        self._losses, self._measured = 0.0, 0

@@ -41,9 +41,8 @@ class RoundOptions:
             they are. With fragments, that holds for the round's fragment. A round's workers are those that were told of
             its end, without workers that join later or have left earlier.
             One pseudo-gradient is needed in any case.
-        grace: Seconds that pseudo-gradients are waited for beyond the deadline, which is twice the forecast plus twice
-            the longest transfer of the workers; explicit seconds must cover a first transfer. ``"auto"`` waits as long
-            as it probably gains more samples than it costs, see ``round_end.worthwhile_wait``.
+        grace: Seconds that pseudo-gradients are waited for beyond twice the forecast plus twice the longest transfer of
+            the workers; they must cover a first transfer.
         silent_after: Seconds of silence, on top of three steps, after which a worker is not counted on.
         first_step_limit: The same for a worker that has not reported a step yet; compiling may take minutes.
 
@@ -55,7 +54,7 @@ class RoundOptions:
     closing_rounds: int = 0
     start_workers: int = 1
     quorum: float = 0.5
-    grace: float | Literal["auto"] = 60.0
+    grace: float = 60.0
     silent_after: float = 10.0
     first_step_limit: float = 600.0
 
@@ -65,18 +64,8 @@ class RoundOptions:
         require_whole("start_workers", self.start_workers, 1)
         require_whole("closing_rounds", self.closing_rounds, 0)
         require_share("quorum", self.quorum)
-        if self.grace != "auto":
-            require_seconds("grace", self.grace)
-        for option in ("silent_after", "first_step_limit"):
+        for option in ("grace", "silent_after", "first_step_limit"):
             require_seconds(option, getattr(self, option))
-
-    def closes(self, round: int) -> bool:
-        """Whether a round is one without a step."""
-        return self.outer_steps is not None and round > self.outer_steps
-
-    def ends_with(self, round: int) -> bool:
-        """Whether nothing follows a round."""
-        return self.outer_steps is not None and round >= self.outer_steps + self.closing_rounds
 
 
 _TIE = 1e-9  # of a step's time: finishes closer than this are one instant
@@ -193,23 +182,18 @@ def project(
         steps = np.maximum(steps, taken(last_end(steps)))
     counts = tuple(max(int(count), pace.sure) for count, pace in zip(steps, paces, strict=True))
     samples = sum(count * pace.batch_size for count, pace in zip(counts, paces, strict=True))
-    end = max((pace.finish(count, now) - now for count, pace in zip(counts, paces, strict=True)), default=0.0)
     return Projection(
-        seconds=end, samples=samples, left=to_go - samples, steps=counts, stopped=why_stop(steps) or "idle"
+        seconds=seconds_of(counts, paces, now=now),
+        samples=samples,
+        left=to_go - samples,
+        steps=counts,
+        stopped=why_stop(steps) or "idle",
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoundPlan:
-    """How a round will end.
-
-    Attributes:
-        seconds: From now until the last worker is through.
-        steps: Each worker's steps from now on.
-    """
-
-    seconds: float
-    steps: tuple[int, ...]
+def seconds_of(steps: Sequence[int], paces: Sequence[Pace], *, now: float) -> float:
+    """How long it takes from now on until each worker has taken its steps."""
+    return max((pace.finish(count, now) - now for count, pace in zip(steps, paces, strict=True)), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +221,8 @@ class SampleTarget:
         """
         return self.samples - samples
 
-    def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> RoundPlan | None:
-        """Say when the round ends. Every worker takes the steps that end before the last needed sample is there.
+    def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> Sequence[int] | None:
+        """Each worker's steps from now on: those that end before the last needed sample is there.
 
         Args:
             left: The result of ``left``.
@@ -247,7 +231,7 @@ class SampleTarget:
             within: Seconds from now.
 
         Returns:
-            ``None`` if the target is not reached ``within`` that time.
+            ``None`` if the target is not reached ``within`` that time; see also :func:`seconds_of`.
         """
         # After t seconds, a worker has taken at most t / step_seconds + 1 steps beyond those that are sure. So most
         # moments of a round are ruled out without playing all of its steps.
@@ -255,9 +239,7 @@ class SampleTarget:
         if left - surplus > within * sum(pace.batch_size / pace.step_seconds for pace in paces):
             return None
         projection = project(left, paces, now=now, time_limit=within)
-        if projection.stopped == "time" or projection.seconds > within:
-            return None
-        return RoundPlan(seconds=projection.seconds, steps=projection.steps)
+        return None if projection.stopped == "time" else projection.steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,12 +260,11 @@ class FastestSteps:
         """Steps that the worker with the most steps still has to take."""
         return self.steps - max(steps, default=0)
 
-    def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> RoundPlan | None:
+    def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> Sequence[int] | None:
         """Each worker is given its share, less what it has taken."""
         fastest = min((pace.step_seconds for pace in paces), default=1.0)
         shares = [_share(self.steps, pace.step_seconds, fastest) for pace in paces]
-        steps = [max(share - pace.steps, pace.sure) for share, pace in zip(shares, paces, strict=True)]
-        return _plan(steps, paces, now, within)
+        return [max(share - pace.steps, pace.sure) for share, pace in zip(shares, paces, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,9 +275,9 @@ class FixedSteps(FastestSteps):
         """Steps that the worker with the fewest steps still has to take."""
         return self.steps - min(steps, default=self.steps)
 
-    def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> RoundPlan | None:
+    def plan(self, left: int, paces: Sequence[Pace], *, now: float, within: float) -> Sequence[int] | None:
         """Each worker takes what is missing."""
-        return _plan([max(self.steps - pace.steps, 0) for pace in paces], paces, now, within)
+        return [max(self.steps - pace.steps, 0) for pace in paces]
 
 
 RoundTarget: TypeAlias = SampleTarget | FastestSteps
@@ -307,36 +288,3 @@ def _share(steps: int, seconds: float, fastest: float) -> int:
     """``floor(v / v_max * steps)`` for a speed of v, and one at least."""
     # The factor keeps rounding from lowering a share that is a whole number.
     return max(math.floor(fastest / seconds * steps * (1 + 1e-9)), 1)
-
-
-def worthwhile_wait(*, decided: float, deadline: float, longest: float, missing: float, idle: float) -> float:
-    """Until when it pays to wait for pseudo-gradients that are missing: the rule of ``grace="auto"``.
-
-    Waiting for a second costs ``idle`` samples, which the workers that are done would process in that time. It gains
-    the missing samples, times the chance that they come in that second. Only one thing is known of the chance: it falls
-    with time. Assume that an update which has not come after some time has an even chance to come within as much time
-    again (the density 1/t of a time of unknown scale). Then the chance of the next second is 1/t, t seconds after the
-    decision. So waiting pays while ``missing / t > idle``, that is until ``t = missing / idle``: until the workers that
-    are done have lost as much as they wait for. Whatever the chances really are, that costs at most twice as much as
-    the best choice in hindsight (to wait for all, or not at all), as in the ski rental problem.
-
-    With n equal workers, one of them missing, ``t`` is a round's length over n - 1: of two workers, one waits long for
-    the other, and of a thousand they hardly wait.
-
-    Args:
-        decided: When the end of the round was decided, in seconds.
-        deadline: Until when the wait lasts in any case.
-        longest: Most seconds of waiting beyond the deadline, even if no worker is done and idle.
-        missing: Samples that would become part of the weights, and count nothing if they come late.
-        idle: Samples a second that the workers that are done would process.
-
-    Returns:
-        A time from ``deadline`` to ``deadline + longest``.
-    """
-    worthwhile = decided + missing / idle if idle > 0 else math.inf
-    return min(max(worthwhile, deadline), deadline + longest)
-
-
-def _plan(steps: Sequence[int], paces: Sequence[Pace], now: float, within: float) -> RoundPlan | None:
-    seconds = max((pace.finish(count, now) - now for count, pace in zip(steps, paces, strict=True)), default=0.0)
-    return RoundPlan(seconds=seconds, steps=tuple(steps)) if seconds <= within else None

@@ -117,38 +117,33 @@ class RoundFile:
     Args:
         path: Path of the file, or ``None`` to write nothing.
         append: Whether to append to an existing file.
-        option: The option that named the file, if the user did: then it is opened at once.
+        option: The option that named the file, if the user did.
 
     Raises:
         OptionError: If a file that the user named cannot be written.
     """
 
     def __init__(self, path: Path | None, *, append: bool, option: str = "") -> None:
-        self._path = path
-        self._mode = "a" if append else "w"
-        self._file: IO[str] | None = None
-        if option and path is not None:
-            try:
-                self._file = self._open(path)
-            except OSError as error:
+        self._file: IO[bytes] | None = None
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab" if append else "wb", buffering=0)  # a round is in the file if the run dies
+        except OSError as error:
+            if option:
                 raise OptionError(option, os.fspath(path), f"a file that can be written ({error.strerror})") from error
+            log.warning("Rounds are not recorded: %s", error)
 
     def write(self, record: RoundRecord) -> None:
         """Append a round."""
-        if self._path is None:
+        if self._file is None:
             return
         try:
-            if self._file is None:
-                self._file = self._open(self._path)
-            self._file.write(msgspec.json.encode(record).decode() + "\n")
-            self._file.flush()  # so that the round is in the file if the run dies
+            self._file.write(msgspec.json.encode(record) + b"\n")
         except OSError as error:
             log.warning("Rounds are not recorded from here on: %s", error)
-            self._path = None
-
-    def _open(self, path: Path) -> IO[str]:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open(self._mode, encoding="utf-8")
+            self.close()
 
     def close(self) -> None:
         """Close the file."""
@@ -157,18 +152,14 @@ class RoundFile:
             self._file = None
 
 
-_ACTIVITIES: dict[Activity, tuple[str, str, str]] = {  # colour, in the picture, in the table
-    "receiving": ("#8456b5", "fetching weights", "fetching"),
-    "working": ("#3f86d1", "training", "training"),
-    "sending": ("#e58f2a", "sending its pseudo-gradient", "sending"),
-    "waiting": ("#d7263d", "waiting for the others", "waiting"),
+_ACTIVITIES: dict[Activity, tuple[str, str]] = {  # colour, and in words
+    "working": ("#3f86d1", "training"),
+    "waiting": ("#d7263d", "waiting for the others"),
+    "sending": ("#e58f2a", "sending its pseudo-gradient"),
+    "receiving": ("#8456b5", "fetching weights"),
 }
-_TABLE: tuple[Activity, ...] = ("working", "waiting", "sending", "receiving")
 _ROUNDS_SHOWN = 6
-_ROUNDS_MARKED = 20  # with more rounds, lines and numbers would hide the bars
 _PAGE = 11.0  # inches for all workers
-_UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
-_ENOUGH = 3.0  # a unit is taken if there are at least so many
 
 
 def draw_rounds(
@@ -216,43 +207,32 @@ def _natural(name: str) -> tuple[int, str]:
 def _draw(figure: Figure, shown: Sequence[RoundRecord], workers: Sequence[str], heading: str) -> None:
     from matplotlib.patches import Patch
 
-    origin, whole = shown[0].start, shown[-1].end - shown[0].start
-    unit, seconds = next(((u, s) for u, s in _UNITS if whole >= _ENOUGH * s), _UNITS[-1])
-
-    def at(moment: float) -> float:
-        return (moment - origin) / seconds
-
     axes: Axes = figure.subplots()
-    end = whole / seconds or 1.0
-    few = len(shown) <= _ROUNDS_MARKED
-    height = _row_height(len(workers))
-    axes.set_xlim(0, end)
+    origin, height = shown[0].start, _row_height(len(workers))
+    axes.set_xlim(0, shown[-1].end - origin or 1.0)
     axes.set_ylim(max(len(workers), 1) - 0.4, -0.55 - 0.4 * 0.45 / height)
     axes.set_yticks(range(len(workers)), workers, fontsize=min(10.0, 52 * height))
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    axes.set_xlabel(f"time ({unit})")
+    axes.set_xlabel("time (s)")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     for one in shown:
-        start = at(one.start)
-        axes.axvline(start, color=INK, linewidth=1.2 if few else 0.5)
-        if few:
-            axes.text(start, -0.62, f" round {one.round}", va="bottom", weight="bold", color=INK, clip_on=True)
-        if one.decided is not None and few:
-            axes.axvline(at(one.decided), color=INK, linewidth=0.8, linestyle=":")
+        start = one.start - origin
+        axes.axvline(start, color=INK, linewidth=1.2)
+        axes.text(start, -0.62, f" round {one.round}", va="bottom", weight="bold", color=INK, clip_on=True)
+        if one.decided is not None:
+            axes.axvline(one.decided - origin, color=INK, linewidth=0.8, linestyle=":")
         for worker in one.workers:
             row = workers.index(worker.worker)
-            for activity, (colour, *_) in _ACTIVITIES.items():
-                bars = [(at(begin), (stop - begin) / seconds) for kind, begin, stop in worker.spans if kind == activity]
+            for activity, (colour, _) in _ACTIVITIES.items():
+                bars = [(begin - origin, stop - begin) for kind, begin, stop in worker.spans if kind == activity]
                 drawn = axes.broken_barh(bars, (row - 0.34, 0.68), facecolors=colour)
                 if not worker.merged:
                     drawn.set(hatch="////", edgecolor="white", linewidth=0)
-    others: list[Artist] = []
-    if few:
-        others += axes.plot([], [], color=INK, linewidth=0.8, linestyle=":", label="end decided")
+    others: list[Artist] = [*axes.plot([], [], color=INK, linewidth=0.8, linestyle=":", label="end decided")]
     if not all(worker.merged for one in shown for worker in one.workers):
         others.append(Patch(facecolor="#aab4be", hatch="////", edgecolor="white", linewidth=0, label="not merged"))
-    in_colours(figure, {meaning: colour for colour, meaning, _ in _ACTIVITIES.values()}, *others)
+    in_colours(figure, {meaning: colour for colour, meaning in _ACTIVITIES.values()}, *others)
     headed(figure, heading)
     samples = sum(one.samples for one in shown)
     axes.set_title(f"{samples:,} samples became part of the weights", loc="left", fontsize=11, color=INK)
@@ -296,8 +276,8 @@ def tables(options: argparse.Namespace) -> list[tuple[str, list[tuple[str, str]]
     ]
     for name in sorted({worker.worker for one in shown for worker in one.workers}, key=_natural):
         parts = [worker for one in shown for worker in one.workers if worker.worker == name]
-        spent = {_ACTIVITIES[kind][2]: sum(part.seconds(kind) for part in parts) for kind in _TABLE}
+        spent = {kind: sum(part.seconds(kind) for part in parts) for kind in _ACTIVITIES}
         total = sum(spent.values()) or 1.0
-        shares = ", ".join(f"{label} {share / total:.1%}" for label, share in spent.items())
+        shares = ", ".join(f"{_ACTIVITIES[kind][1]} {share / total:.1%}" for kind, share in spent.items())
         rows.append((name, f"{sum(part.steps for part in parts):,} steps: {shares}"))
     return [(options.record, rows)]

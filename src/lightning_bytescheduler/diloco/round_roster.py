@@ -77,6 +77,8 @@ class WorkerState(Enum):
     """Its pseudo-gradient is there; it waits for the others."""
     LOST = "lost"
     """Missed the end of a round. If it is heard of again, it joins in with the next round."""
+    PAUSED = "paused"
+    """Does something else until it joins again."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -90,6 +92,7 @@ class WorkerProgress:
         heard: When it was last heard of.
         began_late: Whether it was let into a round that others had begun before. No worker waits for what it does.
         left: Whether it has left. Its update is not waited for, but counts if it comes.
+        pauses: Whether it pauses after this round, of which its update is a part.
         resumed: Its own account, as it joined, of what it has done in a round that is to begin.
         step_time: Time of its steps; survives the round.
         transfer: Seconds from its last step until its pseudo-gradient was there; survives the round.
@@ -97,7 +100,6 @@ class WorkerProgress:
         steps: Taken in this round.
         samples: Processed in this round.
         in_flight: About how many steps it takes before an answer reaches it; survives the round.
-        pace: Its progress when it was last heard of; ``None`` where the round's end does not depend on it.
         send_after: Steps after which it was told to send its pseudo-gradient; 0 for after the one in progress.
         loss: Mean over its steps of this round, if it says one.
         told: When it was told to start.
@@ -114,6 +116,7 @@ class WorkerProgress:
     state: WorkerState = WorkerState.WAITING
     began_late: bool = False
     left: bool = False
+    pauses: bool = False
     resumed: JoinRounds | None = None
     step_time: StepTime = field(default_factory=StepTime)
     transfer: RobustMean = field(default_factory=RobustMean)
@@ -121,7 +124,6 @@ class WorkerProgress:
     steps: int = 0
     samples: int = 0
     in_flight: int = 0
-    pace: Pace | None = None
     send_after: int = 0
     loss: float | None = None
     told: float = 0.0
@@ -213,7 +215,7 @@ class WorkerProgress:
     @property
     def is_member(self) -> bool:
         """Whether it takes part in this round."""
-        return self.state is not WorkerState.WAITING and self.state is not WorkerState.LOST
+        return self.state not in (WorkerState.WAITING, WorkerState.LOST, WorkerState.PAUSED)
 
     @property
     def is_training(self) -> bool:
@@ -240,7 +242,7 @@ class WorkerProgress:
 
     def is_silent(self, options: RoundOptions, now: float) -> bool:
         """Whether it has something to do, and has said nothing for so long that rounds go on without it."""
-        idle = self.state in (WorkerState.WAITING, WorkerState.ARRIVED)
+        idle = self.state in (WorkerState.WAITING, WorkerState.ARRIVED, WorkerState.PAUSED)
         return not idle and now >= self.silent_at(options)
 
     def awaited_until(self, options: RoundOptions) -> float:
@@ -258,29 +260,23 @@ class WorkerProgress:
         """Whether it has steps of this round before it, and is neither silent nor gone."""
         return self.is_training and now < self.awaited_until(options)
 
-    @property
-    def missing_samples(self) -> int:
-        """Samples that its pseudo-gradient will have, as far as is known."""
-        return self.samples + max(self.send_after - self.steps, 0) * (self.step_time.batch_size or 0)
-
-    def note_pace(self, step_cap: int | None) -> None:
-        """Update its pace.
+    def pace(self, step_cap: int | None) -> Pace | None:
+        """How it gets on; ``None`` where the round's end does not depend on it.
 
         A worker that began late has no pace where the round ends with the fastest worker's steps: its steps count as
         they come. It never has one before its first step, which may come too late for this round.
         """
         seconds, batch_size = self.step_time.seconds, self.step_time.batch_size
         if seconds is None or batch_size is None or (self.began_late and (step_cap is not None or not self.steps)):
-            self.pace = None
-        else:
-            self.pace = Pace(
-                batch_size=batch_size,
-                step_seconds=seconds,
-                began=self.reported,
-                steps=self.steps,
-                most=step_cap,
-                committed=self.in_flight + 1,
-            )
+            return None
+        return Pace(
+            batch_size=batch_size,
+            step_seconds=seconds,
+            began=self.reported,
+            steps=self.steps,
+            most=step_cap,
+            committed=self.in_flight + 1,
+        )
 
 
 def means_of(workers: Sequence[WorkerProgress]) -> dict[str, float]:

@@ -15,7 +15,7 @@ Workers come and go. A worker that joins in mid-round trains in it at once. If t
 many steps, it waits for the next round, unless it was in this one already, as after a restart. No steps of a worker
 that leaves or pauses are waited for, and what it has sent counts; what one that pauses is sending is waited for. If all
 have gone and nothing was sent, the round begins anew with the next worker. A worker is lost when it misses the end of
-its round; it joins the next round as soon as it is heard of.
+its round; it joins the next round as soon as it is heard of. A worker that pauses keeps its name and its pace.
 
 *Standing still.* Each of the workers that were launched together may ask for the end of a round, because its data or
 its steps are used up, or for a validation. Then no worker starts the next round before all have passed that point. In
@@ -29,8 +29,7 @@ import math
 import queue
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import TypeAlias
@@ -53,15 +52,13 @@ from lightning_bytescheduler.diloco.messages import (
     ToWorker,
     TrainingOver,
 )
-from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget, worthwhile_wait
+from lightning_bytescheduler.diloco.round_end import FixedSteps, RoundOptions, RoundTarget, seconds_of
 from lightning_bytescheduler.diloco.round_record import RoundRecord
 from lightning_bytescheduler.diloco.round_roster import WorkerProgress, WorkerState, means_of
 
-_FIRST_TRANSFER_S = 60.0  # for a first pseudo-gradient, as no transfer was measured yet
 _FEW = 16  # workers that are looked at after each message
-_LOOK_AT_ONE_S = 1e-4  # between two looks at all workers, for each worker: twenty times what a look at one takes
+_LOOK_AT_ONE_S = 1e-4  # between two looks at all workers, for each worker: many times what a look at one takes
 _LOOK_S = 0.5
-_MOST_REMEMBERED = 4096
 
 LEAD_STEPS = 3
 """The end of a round is decided this many steps of the slowest worker before it. Fewer steps would give a better
@@ -92,7 +89,7 @@ class Rounds:
 
     Attributes:
         round: The current round, or the last one; 0 before the first.
-        workers: All workers that take part or wait to, by name. Read only.
+        workers: All workers that take part, pause or wait to take part, by name. Read only.
     """
 
     def __init__(
@@ -113,8 +110,6 @@ class Rounds:
         self._together = tuple(together)
         self._wishes: set[str] = set()  # what is to happen at the end of the round, of workers launched together
         self._passed: dict[str, bool] = {}  # workers that have passed the end of a round, and whether they stop
-        self._departed: list[WorkerProgress] = []  # workers that have left or paused in this round, and have sent
-        self._remembered: OrderedDict[str, WorkerProgress] = OrderedDict()  # who has left; who left first is first
         self._phase = _Phase.IDLE
         self._now = 0.0
         self._started = 0.0
@@ -122,7 +117,6 @@ class Rounds:
         self._deadline = 0.0
         self._look_at = 0.0  # when to look at all workers, where there are many
         self._is_to_look = False  # something was heard since the last look
-        self._longest_grace = 0.0
         self._counted_on: set[str] = set()  # workers from which the quorum is computed
 
     # ── What is known ───────────────────────────────────────────────────────────
@@ -130,7 +124,7 @@ class Rounds:
     @property
     def finished(self) -> bool:
         """Whether ``outer_steps`` rounds and the closing rounds after them are over."""
-        return not self.is_open and self._options.ends_with(self.round)
+        return not self.is_open and self.last_round is not None and self.round >= self.last_round
 
     @property
     def last_round(self) -> int | None:
@@ -170,39 +164,22 @@ class Rounds:
         training = self._phase is _Phase.TRAINING
         if training and self._is_to_look:
             return self._look_at
-        awaited = (one.awaited_until(self._options) for one in self._all if one.is_training or not training)
+        workers = self.workers.values()
+        awaited = (one.awaited_until(self._options) for one in workers if one.is_training or not training)
         silence = min((until for until in awaited if self._now < until < math.inf), default=math.inf)
-        until = silence if training else min(silence, self._end_of_waiting(self._now))
+        until = silence if training else min(silence, self._deadline)
         return None if until == math.inf else until
-
-    @property
-    def rounds_over(self) -> int:
-        """How many rounds are over, to keep over a restart. Workers then join again, and their paces are observed anew.
-
-        The current round begins anew, with the steps that workers report for it when they join.
-        """
-        return self.round - self.is_open
 
     def expects(self, worker: str, round: int) -> bool:
         """Whether a worker's pseudo-gradient for a round would be part of the round if it arrived now."""
         if round != self.round or not self.is_open:
             return False
         known = self.workers.get(worker)
-        if known is not None and known.is_member:
-            return known.state is not WorkerState.ARRIVED
-        return self._sent_and_left(worker) is not None
+        return known is not None and known.is_member and known.state is not WorkerState.ARRIVED
 
     def _members(self) -> list[WorkerProgress]:
         """Workers that take part in this round."""
-        return [worker for worker in self._all if worker.is_member]
-
-    @property
-    def _all(self) -> list[WorkerProgress]:
-        return [*self.workers.values(), *self._departed]
-
-    def _sent_and_left(self, name: str) -> WorkerProgress | None:
-        """A worker that has left or paused in this round, and whose pseudo-gradient may still come."""
-        return next((one for one in self._departed if one.name == name and one.state is WorkerState.SENDING), None)
+        return [worker for worker in self.workers.values() if worker.is_member]
 
     # ── What is told ───────────────────────────────────────────────────────────
 
@@ -225,21 +202,16 @@ class Rounds:
             self._wishes |= {name for name in ("epoch", "validate", "stop") if getattr(message, name)}
             if message.now:
                 self._end_now(message.steps, now)
+        elif isinstance(message, JoinRounds):
+            self._hear(self._known(message, now), message, now)
+        elif worker is None:
+            pass  # it has left, and this was overtaken
         elif isinstance(message, (LeaveRounds, PauseRounds)):
-            goes = worker or self._sent_and_left(message.worker)
-            if worker is not None:
-                self._remove(worker)
-            if goes is not None:
-                goes.left = isinstance(message, LeaveRounds)  # one that pauses goes on sending
-                self._advance(now)
-        elif isinstance(message, PseudoGradientArrived) and (worker is None or not worker.is_member):
-            self._arrive_after_leaving(message, worker, now)
-        elif isinstance(message, JoinRounds) and (worker is None or message.session != worker.session):
-            if worker is not None:
-                # It was restarted: its work is lost, except for what it has sent.
-                self._remove(worker)
-            self._join(message, now)
-        elif worker is not None:  # else it has left, and this was overtaken
+            worker.left, worker.pauses = isinstance(message, LeaveRounds), isinstance(message, PauseRounds)
+            if not worker.has_ended:
+                self._let_go(worker)
+            self._advance(now)
+        else:
             self._hear(worker, message, now)
 
     def tick(self, *, now: float) -> None:
@@ -247,23 +219,21 @@ class Rounds:
         self._now = now
         self._advance(now)
 
-    def note_connections(self, there: Collection[str], *, now: float) -> None:
-        """Note which workers have a connection or an upload under way, where the host can tell."""
-        for worker in self._all:
-            if worker.name in there:
-                worker.gone = None
-            elif worker.gone is None:
-                worker.gone = now
+    def note_connections(self, heard: Mapping[str, float], *, now: float) -> None:
+        """Note which workers have a connection or an upload under way, where the host can tell.
 
-    def note_alive(self, worker: str, *, now: float) -> None:
-        """Note a sign of life that is no message, such as an answer to a ping.
-
-        It counts for a worker that waits for weights, which may take long without a message. A worker that trains is
-        expected to report steps.
+        Args:
+            heard: When each of these was last heard of, if only by the answer to a ping. That counts for a worker that
+                waits for weights, which may take long without a message. One that trains is expected to report steps.
+            now: In seconds.
         """
-        known = self.workers.get(worker)
-        if known is not None and known.state is WorkerState.STARTING and now >= known.heard:
-            known.heard = now
+        for worker in self.workers.values():
+            if worker.name not in heard:
+                worker.gone = now if worker.gone is None else worker.gone
+                continue
+            worker.gone = None
+            if worker.state is WorkerState.STARTING:
+                worker.heard = max(worker.heard, heard[worker.name])
 
     def go_on(self, *, over: bool = False) -> None:
         """Begin the next round, as what follows the last one's end is done; ``over`` ends the training instead."""
@@ -283,7 +253,10 @@ class Rounds:
             self._options = replace(self._options, outer_steps=steps)
 
     def resume(self, rounds_over: int) -> None:
-        """Continue after that many rounds. Call it before any worker joins."""
+        """Continue after that many rounds. Call it before any worker joins.
+
+        The round that was on begins anew, with the steps that workers report for it when they join.
+        """
         self.round = rounds_over
         if rounds_over:
             self.expect(1)
@@ -298,61 +271,43 @@ class Rounds:
         worker.heard, worker.gone = now, None
         if worker.state is WorkerState.LOST:
             worker.state = WorkerState.WAITING
+            if isinstance(message, PseudoGradientArrived):
+                worker.measure_transfer(now)  # too late; the next one gets more time
+        was_open = self.is_open
         if isinstance(message, JoinRounds):
             self._take_in(worker, message, now)
         elif self._phase is _Phase.IDLE:
             self._begin_round(now)
         if message.round == self.round and not isinstance(message, JoinRounds):
             self._follow(worker, message, now)
-        worker.note_pace(self._target.step_cap)
-        self._answer(worker)
+        if was_open:
+            self._answer(worker)
         self._advance(now)
 
-    def _join(self, join: JoinRounds, now: float) -> None:
-        is_open = self.is_open
-        worker = self._taken_back(join, now) if is_open and join.round == self.round else None
-        self._take_in(worker or self._added(join, now), join, now)
-        if is_open:
-            self._answer(self.workers[join.worker])
-        self._advance(now)
-
-    def _added(self, join: JoinRounds, now: float) -> WorkerProgress:
-        """A worker joins. Its times are known if it was there before."""
-        worker = WorkerProgress(name=join.worker, session=join.session, heard=now)
-        if (former := self._remembered.pop(join.worker, None)) is not None:
-            worker.step_time, worker.transfer, worker.receiving = former.step_time, former.transfer, former.receiving
-        self.workers[join.worker] = worker
+    def _known(self, join: JoinRounds, now: float) -> WorkerProgress:
+        """A worker that joins or is back; where its process was started anew, all but what it had sent is lost."""
+        worker = self.workers.get(join.worker)
+        if worker is not None and join.session != worker.session:
+            worker.session = join.session
+            if worker.state is not WorkerState.ARRIVED:
+                worker.left = True
+                self._let_go(worker)
+                worker = None
+        if worker is None:
+            worker = self.workers[join.worker] = WorkerProgress(name=join.worker, session=join.session, heard=now)
+        worker.left = worker.pauses = False
+        if worker.state is WorkerState.PAUSED:
+            worker.state = WorkerState.WAITING
         return worker
 
-    def _taken_back(self, join: JoinRounds, now: float) -> WorkerProgress | None:
-        """A worker that left in this round after its last step is back, as the same process: it gets its place back."""
-        key = join.worker, join.session
-        worker = next((one for one in self._departed if (one.name, one.session) == key), None)
-        if worker is not None and join.worker not in self.workers:
-            self._departed.remove(worker)
-            self._remembered.pop(join.worker, None)
-            self.workers[join.worker], worker.left, worker.heard, worker.gone = worker, False, now, None
-            return worker
-        return None
-
-    def _remove(self, worker: WorkerProgress) -> None:
-        """A worker is gone, or was started anew. What it has sent still counts in this round.
-
-        Nothing here grows without bound: only the last few thousand that have left are remembered.
-        """
-        self._remembered.pop(worker.name, None)
-        self._remembered[worker.name] = worker
-        if len(self._remembered) > _MOST_REMEMBERED:
-            self._remembered.popitem(last=False)
-        del self.workers[worker.name]
-        worker.left = True
-        if worker.has_ended:
-            self._departed.append(worker)
-        else:
-            worker.state = WorkerState.LOST
-            if self.is_open and not self._members():
-                self.round, self._phase = self.round - 1, _Phase.IDLE
-                self._begin_round(self._now)
+    def _let_go(self, worker: WorkerProgress) -> None:
+        """A worker leaves or pauses; not before the end of the round, if its pseudo-gradient is sent."""
+        worker.state = WorkerState.PAUSED
+        if worker.left:
+            del self.workers[worker.name]
+        if self.is_open and not self._members():
+            self.round, self._phase = self.round - 1, _Phase.IDLE
+            self._begin_round(self._now)
 
     def _take_in(self, worker: WorkerProgress, join: JoinRounds, now: float) -> None:
         """Let a worker into the current round if possible: in the middle of it, or with nothing done."""
@@ -370,7 +325,6 @@ class Rounds:
         elif self._phase is _Phase.TRAINING and not isinstance(self._target, FixedSteps):
             # No worker has to wait for it: the others do what it does not.
             worker.tell_to_start(now, late=True)
-        worker.note_pace(self._target.step_cap)
 
     def _follow(self, worker: WorkerProgress, message: _OfRound, now: float) -> None:
         """Apply what is new. Ignore what is overtaken or doubled; infer what is missing."""
@@ -388,17 +342,6 @@ class Rounds:
         if isinstance(message, PseudoGradientArrived) and worker.state is WorkerState.SENDING:
             worker.arrive(now)
 
-    def _arrive_after_leaving(self, message: PseudoGradientArrived, worker: WorkerProgress | None, now: float) -> None:
-        """Handle the arrival of a pseudo-gradient whose worker has left, or has missed the end of its round."""
-        departed = self._sent_and_left(message.worker) if message.round == self.round else None
-        if departed is not None:
-            departed.arrive(now)
-            self._advance(now)
-        elif worker is not None:
-            if worker.state is WorkerState.LOST:
-                worker.measure_transfer(now)  # too late; the next one gets more time
-            self._hear(worker, message, now)
-
     def _answer(self, worker: WorkerProgress) -> None:
         """Say what is decided; a worker that waits for the next round will hear when that starts."""
         if worker.state is WorkerState.STARTING:
@@ -415,20 +358,18 @@ class Rounds:
     # ── The round ───────────────────────────────────────────────────────────
 
     def _begin_round(self, now: float) -> None:
-        members = [worker for worker in self.workers.values() if worker.state is not WorkerState.LOST]
+        members = [worker for worker in self.workers.values() if worker.state is WorkerState.WAITING]
         if sum(worker.gone is None for worker in members) < self._options.start_workers:
             return
         self.expect(1)
         self.round += 1
         self._phase = _Phase.TRAINING
         self._started, self._decided, self._look_at = now, None, now
-        self._departed = []
         for worker in members:
             worker.tell_to_start(now)
             if worker.resumed is not None and worker.resumed.round == self.round:
                 worker.take_up(worker.resumed, now)
             worker.resumed = None
-            worker.note_pace(self._target.step_cap)
             self._answer(worker)
 
     def _advance(self, now: float) -> None:
@@ -439,8 +380,8 @@ class Rounds:
                 self._look_at = now + len(self.workers) * _LOOK_AT_ONE_S
                 self._decide(now)
         if self._phase is _Phase.COLLECTING and (
-            not any(now < worker.awaited_until(self._options) for worker in self._all)
-            or now >= self._end_of_waiting(now)
+            not any(now < worker.awaited_until(self._options) for worker in self.workers.values())
+            or now >= self._deadline
         ):
             self._end_round(now)
 
@@ -458,16 +399,16 @@ class Rounds:
             # No worker should begin another step, and a worker that has not started yet need not.
             self._collect({}, self._seconds_until(0, training), now)
         elif all(one.step_time.is_known or one.began_late for one in training):
-            paces = [(one, one.pace) for one in training if one.pace is not None]
+            known = {one: one.pace(self._target.step_cap) for one in training}
+            paced = {one: pace for one, pace in known.items() if pace is not None}
+            paces = list(paced.values())
             # Each worker must hear of it before its last step.
-            lead = max((max(LEAD_STEPS, pace.committed + 1) * pace.step_seconds for _, pace in paces), default=0.0)
-            plan = self._target.plan(left, [pace for _, pace in paces], now=now, within=lead) if paces else None
-            if plan is not None:
-                counters = {
-                    worker: pace.steps + max(steps, pace.sure)
-                    for (worker, pace), steps in zip(paces, plan.steps, strict=True)
-                }
-                self._collect(counters, plan.seconds, now)
+            lead = max((max(LEAD_STEPS, pace.committed + 1) * pace.step_seconds for pace in paces), default=0.0)
+            plan = self._target.plan(left, paces, now=now, within=lead) if paces else None
+            if plan is not None and (seconds := seconds_of(plan, paces, now=now)) <= lead:
+                more = zip(paced.items(), plan, strict=True)
+                counters = {worker: pace.steps + max(steps, pace.sure) for (worker, pace), steps in more}
+                self._collect(counters, seconds, now)
 
     def _seconds_until(self, steps: int, workers: list[WorkerProgress]) -> float:
         """How long it takes until all have so many steps, and each those that it takes before it hears of that."""
@@ -495,15 +436,9 @@ class Rounds:
         """Tell all workers, silent ones too, that the end of the round is decided."""
         self._phase = _Phase.COLLECTING
         self._decided = now
-        present = [one.transfer.mean for one in self._all if one.state is not WorkerState.LOST]
-        transfer = max((mean for mean in present if mean is not None), default=None)
-        self._deadline = now + 2 * seconds + 2 * (transfer or 0.0)
-        if self._options.grace == "auto":
-            # In that time, workers that have arrived could do the whole round again. A first transfer may take longer
-            # than a short round.
-            self._longest_grace = max(self._deadline - self._started, _FIRST_TRANSFER_S if transfer is None else 0.0)
-        else:
-            self._longest_grace = self._options.grace
+        measured = [one.transfer.mean for one in self.workers.values() if one.state is not WorkerState.LOST]
+        transfer = max((mean for mean in measured if mean is not None), default=None)
+        self._deadline = now + 2 * seconds + 2 * (transfer or 0.0) + self._options.grace
         for worker in self._members():
             if worker.began_late and worker.is_training and not worker.steps:
                 worker.state = WorkerState.WAITING  # its first step may take any time, and belongs to the next round
@@ -514,33 +449,10 @@ class Rounds:
                 worker.send_after = counters.get(worker, 0)
                 self._tell_to_send(worker)
 
-    def _end_of_waiting(self, now: float) -> float:
-        """When the wait for pseudo-gradients ends, as far as is known now."""
-        if self._options.grace != "auto":
-            return self._deadline + self._longest_grace
-        if now < self._deadline or self._decided is None:
-            return self._deadline  # the wait lasts until then in any case; only then it is known whether to go on
-        missing = sum(worker.missing_samples for worker in self._all if now < worker.awaited_until(self._options))
-        arrived = self._arrived(self._members())
-        if len(arrived) < self._least():
-            missing += sum(worker.samples for worker in arrived)  # without a quorum, these do not count either
-        return worthwhile_wait(
-            decided=self._decided,
-            deadline=self._deadline,
-            longest=self._longest_grace,
-            missing=missing,
-            idle=sum(
-                one.samples_per_second or 0.0 for one in self.workers.values() if one.state is WorkerState.ARRIVED
-            ),
-        )
-
-    def _arrived(self, members: list[WorkerProgress]) -> list[WorkerProgress]:
-        # In a round without steps, earlier training counts.
-        return [one for one in members if one.state is WorkerState.ARRIVED and (one.samples or self._closes)]
-
     @property
     def _closes(self) -> bool:
-        return self._options.closes(self.round)
+        """Whether this round has no step."""
+        return self._options.outer_steps is not None and self.round > self._options.outer_steps
 
     def _least(self) -> int:
         """Pseudo-gradients that the quorum needs."""
@@ -548,7 +460,7 @@ class Rounds:
 
     def _end_round(self, now: float) -> None:
         members = self._members()
-        arrived = self._arrived(members)
+        arrived = [one for one in members if one.state is WorkerState.ARRIVED]
         merged = set(arrived if len(arrived) >= self._least() else ())
         # Workers launched together send to each other, so none can before all are there.
         sending = [one.sending for one in members if one.sending is not None]
@@ -564,8 +476,10 @@ class Rounds:
         for worker in members:
             is_there = worker.state is WorkerState.ARRIVED
             worker.state = WorkerState.WAITING if is_there else WorkerState.LOST
-        self._departed = []
         self._phase = _Phase.HELD
+        for worker in members:
+            if worker.left or worker.pauses:
+                self._let_go(worker)
         self._end(record)
         if self._together:
             self._halt(record)
@@ -621,13 +535,11 @@ class RoundsThread:
         on_error: Callable[[BaseException], object],
     ) -> None:
         self._workers = tuple(workers)
-        everyone = replace(options, start_workers=len(workers))
-        self._rounds = Rounds(target, everyone, post=post, end=on_round, together=workers)
+        self._rounds = Rounds(target, options, post=post, end=on_round, together=workers)
         self._post = post
         self._look = look
         self._on_error = on_error
         self._inbox: queue.SimpleQueue[FromWorker | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # held while the rounds take in a message
         self._thread = threading.Thread(target=self._run, name="bytescheduler-rounds", daemon=True)
 
     def start(self, rounds_over: int) -> None:
@@ -651,12 +563,6 @@ class RoundsThread:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    @property
-    def rounds_over(self) -> int:
-        """Number of rounds that are over, to keep over a restart. For any thread."""
-        with self._lock:
-            return self._rounds.rounds_over
-
     def _run(self) -> None:
         try:
             while True:
@@ -665,13 +571,11 @@ class RoundsThread:
                 try:
                     message = self._inbox.get(timeout=wait)
                 except queue.Empty:
-                    with self._lock:
-                        self._rounds.tick(now=time.monotonic())
+                    self._rounds.tick(now=time.monotonic())
                 else:
                     if message is None:
                         return
-                    with self._lock:
-                        self._rounds.handle(message, now=time.monotonic())
+                    self._rounds.handle(message, now=time.monotonic())
                 self._look(self._rounds.stand_still or self._rounds.finished)
         except BaseException as error:
             self._on_error(error)

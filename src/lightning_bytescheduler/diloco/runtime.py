@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -126,8 +126,10 @@ class Runtime:
         return True
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What to keep beside the global weights; ``None`` on all ranks but those that save."""
-        return None
+        """What to keep beside the global weights; ``None`` on ranks that have none."""
+        if self.state is None:
+            return None
+        return {"outer": self.state.state_dict(), "rounds": {"round": self.session.version}}
 
     def fail(self, error: BaseException) -> None:
         """Stop for good, because of this rank's failure or another's."""
@@ -164,12 +166,11 @@ class LeadingRuntime(Runtime):
     Args:
         trainer: The Trainer of the fit.
         trained: What is trained.
+        make_session: Makes the session, with all but the global weights and the ways to the others.
         world: Where this worker is.
-        group: The worker's ranks.
         board: See :class:`Runtime`.
         options: The user's.
         timeout: Longest wait for the other workers, in seconds.
-        flush: See :class:`Session`.
         on_round: Called with each round that has ended, on worker 0, on a thread of its own.
     """
 
@@ -180,13 +181,12 @@ class LeadingRuntime(Runtime):
         self,
         trainer: pl.Trainer,
         trained: TrainedWeights,
+        make_session: Callable[..., Session],
         *,
         world: WorkerWorld,
-        group: WorkerGroup,
         board: FaultBoard,
         options: DiLoCoOptions,
         timeout: float,
-        flush: Callable[[], None],
         on_round: Callable[[RoundRecord], object],
     ) -> None:
         if world.leaders is None:
@@ -221,21 +221,10 @@ class LeadingRuntime(Runtime):
                 look=lambda halted: board.look_after_others((2.0 if halted else 1.25) * min(NATIVE_S, timeout / 4)),
                 on_error=self._on_error,
             )
-        session = Session(
-            worker=name,
-            group=group,
-            trained=trained,
-            state=self.state,
-            link=link,
-            exchange=self._exchange,
-            overlap_steps=options.run.overlap_steps,
-            flush=flush,
-            timeout=timeout,
-        )
-        super().__init__(session, board)
+        super().__init__(make_session(state=self.state, link=link, exchange=self._exchange), board)
         self.states = WorkerStates(
             trainer,
-            session,
+            self.session,
             world,
             full=options.worker_states,
             timeout=timeout,
@@ -278,13 +267,8 @@ class LeadingRuntime(Runtime):
 
     def state_dict(self) -> dict[str, Any] | None:
         """See Runtime; ``None`` on all workers but the first."""
-        if self._rounds is None:
-            return None
-        return {
-            "outer": self.state.state_dict(),
-            "rounds": {"round": self._rounds.rounds_over},
-            "unsent": self._exchange.state_dict(),
-        }
+        state = None if self._rounds is None else super().state_dict()
+        return state and {**state, "unsent": self._exchange.state_dict()}
 
     def _end_session(self, error: BaseException) -> None:
         super()._end_session(error)
@@ -397,27 +381,23 @@ class CoordinatedRuntime(Runtime):
         """Make the session, as the run's options say."""
         options = self.options
         trained = TrainedWeights(self._module, fragments=options.fragments, overlaps=bool(options.overlap_steps))
-        session = partial(
-            Session,
+        if self.client is not None:
+            self.state = OuterState(trained, lr=options.outer_lr, momentum=options.outer_momentum)
+            self._transport = CoordinatorTransport(self.client, wire=options.wire, sizes=trained.sizes)
+        self.session = Session(
             worker=self.worker,
             group=self.group,
             trained=trained,
             overlap_steps=options.overlap_steps,
             flush=self._flush,
-        )
-        if self.client is None:
-            self.session = session()
-            return
-        self.state = OuterState(trained, lr=options.outer_lr, momentum=options.outer_momentum)
-        self._transport = CoordinatorTransport(self.client, wire=options.wire, sizes=trained.sizes)
-        self.session = session(
             state=self.state,
             link=self.client,
             exchange=self._transport,
             timeout=self._timeout,
         )
         self.group.check()
-        self.client.listen(self.session)
+        if self.client is not None:
+            self.client.listen(self.session)
 
     @cached_property
     def _model(self) -> tuple[ModelParameter, ...]:
@@ -452,13 +432,6 @@ class CoordinatedRuntime(Runtime):
         """See ``Idle``."""
         if self.boundaries is not None:
             self.boundaries.come_back()
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """What to keep beside the global weights, with which a run without a coordinator can go on, too."""
-        if self.state is None:
-            return None
-        rounds = {"round": self.session.version}
-        return {"outer": self.state.state_dict(), "rounds": rounds}
 
     # ------------------------------------------------------------------ what the fault board asks and tells
 

@@ -37,7 +37,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Condition
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import torch
@@ -55,7 +55,6 @@ from lightning_bytescheduler.diloco.messages import (
     PauseRounds,
     RoundEnded,
     SendingPseudoGradient,
-    StepReport,
     TrainingOver,
 )
 from lightning_bytescheduler.diloco.outer_optimizer import (
@@ -80,8 +79,6 @@ log = logging.getLogger(__name__)
 START = "0" * 32
 """The chain before the first round."""
 
-_T = TypeVar("_T")
-_KEPT_ENDS = 16
 _LOOK_S = 1.0
 _RECEIPT_S = 30.0  # wait for a receipt before the worker pauses or leaves
 _BACK_S = 60.0  # for which a worker that ends waits for a coordinator that is away
@@ -101,13 +98,8 @@ class Exchange(Protocol):
     def source(self) -> CoordinatorTransport | None:
         """The source of the global weights; ``None`` among ranks launched together, which all have them."""
 
-    def start(self, contribution: Contribution, wanted: Callable[[], bool] = lambda: True) -> Upload:
-        """Begin to send an update.
-
-        Args:
-            contribution: The update.
-            wanted: Returns whether to go on trying while the others have not begun its round.
-        """
+    def start(self, contribution: Contribution) -> Upload:
+        """Begin to send an update."""
 
     def settle(self, upload: Upload, *, total: int) -> None:
         """Note that the round of an update is over.
@@ -202,36 +194,28 @@ class Place:
         counter: Counts its steps.
         connected: Whether there is a connection.
         joined: Whether this worker has joined the rounds over this connection.
-        welcome: The last one.
-        provides: Whether the coordinator asks for this worker's weights as the first ones.
         realign: Whether this worker has to fetch the global state before it can go on.
-        begun: Whether it has the run's weights.
         away: Whether it pauses, or has left.
-        version: Version of the weights here; the worker's other ranks get it with the ``Outcome``.
+        version: Version of the weights here, as all ranks of the worker know it after each ``Outcome``.
         chain: Chain of these weights.
         ended: The last round that is known to have ended.
-        means: Of rounds that have ended, by round; on their way, or here.
-        ends: The last ones, by round.
+        mean: That of this worker's round, which has ended; on its way, or here.
+        end: The last round's end that it was told of.
         last_round: Of the run, once it is over; also while this worker does something else.
-        reported: What was last said of this round.
         shown: Closed once the global weights are not shown any more, as in a pause.
     """
 
     counter: RoundCounter
     connected: bool = False
     joined: bool = False
-    welcome: Welcome | None = None
-    provides: bool = False
     realign: bool = True
-    begun: bool = False
     away: bool = False
     version: int = 0
     chain: str = START
     ended: int = 0
-    means: dict[int, Future[Mean | None]] = field(default_factory=dict)
-    ends: dict[int, RoundEnded] = field(default_factory=dict)
+    mean: Future[Mean | None] | None = None
+    end: RoundEnded | None = None
     last_round: int | None = None
-    reported: StepReport | None = None
     shown: ExitStack = field(default_factory=ExitStack)
 
 
@@ -246,7 +230,6 @@ class Unmerged:
     def __init__(self) -> None:
         self.sent: Sent | None = None
         self.data: TrackedTraining | None = None
-        self._steps = self._samples = 0  # carried from rounds without a quorum
         self._runs: tuple[TrainedRun, ...] = ()  # trained on, and in no update that counts or is on its way
 
     def stepped(self) -> None:
@@ -261,37 +244,29 @@ class Unmerged:
         """Whether samples of slices were trained on and not sent yet."""
         return bool(self._runs)
 
-    @property
-    def carried_samples(self) -> int:
-        """Samples of rounds without a quorum."""
-        return self._samples
-
-    def take(self, said: SendingPseudoGradient) -> dict[str, Any]:
-        """Return the counts of an update in its round, for a :class:`Contribution`, with what was carried."""
+    def take(self) -> tuple[TrainedRun, ...]:
+        """Return the samples of slices that an update is made of."""
         runs, self._runs = self._runs, ()
         if runs:
             from lightning_bytescheduler.slices.tracker import touching  # only if needed, as the import takes time
 
             runs = touching(runs)
-        return {"steps": said.steps + self._steps, "round_samples": said.samples + self._samples, "trained": runs}
+        return runs
 
-    def carry(self, done: SendingPseudoGradient | RoundCounter, runs: tuple[TrainedRun, ...] = ()) -> None:
-        """Keep the counts of a round that has changed nothing, and its update's samples; they are sent later."""
-        self._steps += done.steps
-        self._samples += done.samples
-        self._runs = runs + self._runs
+    def carry(self, update: Contribution) -> None:
+        """Keep the samples of an update whose round has changed nothing; they are sent with the next one."""
+        self._runs = update.trained + self._runs
 
     def call_off(self) -> Sent | None:
         """Call off the update on its way, if any, and return it; its samples go with the next one."""
         sent, self.sent = self.sent, None
         if sent is not None:
             sent.upload.receipt.cancel()
-            self._runs = sent.update.trained + self._runs
+            self.carry(sent.update)
         return sent
 
     def counts(self, sent: Sent) -> None:
-        """Note that a sent update is in the weights, with what was carried."""
-        self._steps = self._samples = 0
+        """Note that a sent update is in the weights."""
         receipt = sent.upload.answer
         # "again" may be the answer for an earlier form of the update, with fewer samples.
         if self.data is not None and receipt is not None and receipt.weight and receipt.verdict == "added":
@@ -301,7 +276,6 @@ class Unmerged:
 
     def lose(self) -> None:
         """What was trained since the last update is in no weights, nor will it be."""
-        self._steps = self._samples = 0
         self._runs = ()
         self._tell_rest()
 
@@ -338,7 +312,6 @@ class Session:
         state: As given, on the first rank.
         statistics: Of this rank.
         round_end: The last round's end.
-        version: Rounds that are part of the global weights, as all ranks of the worker know it.
         over: Whether training is over, as all ranks of the worker know it.
         halted: Whether all workers stand still at the end of a round, as all ranks of the worker know it.
         leads: Whether this worker validates, logs and saves for all in a coordinator's run, as far as this rank knows.
@@ -368,7 +341,6 @@ class Session:
         self.overlap_steps = overlap_steps
         self.statistics = SessionStatistics()
         self.round_end: RoundEnded | None = None
-        self.version = 0
         self.over = self.halted = self.leads = False
         self.at_begin: Callable[[], None] | None = None
         self.unmerged = Unmerged()
@@ -385,7 +357,12 @@ class Session:
     @property
     def round(self) -> int:
         """The round this worker is in."""
-        return (self._place.version if self._group.leads else self.version) + 1
+        return self.version + 1
+
+    @property
+    def version(self) -> int:
+        """Rounds that are part of the global weights."""
+        return self._place.version
 
     @property
     def last_round(self) -> int | None:
@@ -411,7 +388,7 @@ class Session:
     def stand_at(self, version: int) -> None:
         """Set how many rounds are part of the weights, which all ranks have; before the rounds begin."""
         place = self._place
-        place.connected = place.begun = True
+        place.connected = True
         place.version = place.ended = version
 
     def standing(self) -> tuple[int, str]:
@@ -423,15 +400,17 @@ class Session:
         """Note a new connection, maybe to another coordinator."""
         place = self._place
         with self._lock:
-            place.connected, place.joined, place.welcome, place.provides = True, False, welcome, welcome.provide
-            place.realign = welcome.fetch or welcome.provide or not place.begun
+            place.connected, place.joined = True, False
+            place.realign = place.realign or welcome.fetch
             place.ended = welcome.version
             if place.last_round is not None and welcome.version < place.last_round:
                 place.last_round = None  # that round is not in the state of this coordinator, which trains it again
-            place.means.clear()
+            place.mean = None
             self.worker = place.counter.worker = welcome.worker
             self.leads = welcome.leads
-            if place.begun and not place.realign and place.ended == place.version:
+            if place.away:
+                self._link.post(PauseRounds(worker=self.worker))  # a restarted coordinator does not know
+            if not place.realign and place.ended == place.version:
                 self._join()
                 self._send_again()
             self._lock.notify_all()
@@ -453,11 +432,11 @@ class Session:
         if isinstance(message, LeaderAppointed):
             self.leads = message.worker == self.worker
         elif isinstance(message, RoundEnded):
-            place.ends = dict([*place.ends.items(), (message.round, message)][-_KEPT_ENDS:])
+            place.end = message
             place.ended = max(place.ended, message.round)
             # Among peers the mean comes by itself; it can be fetched only after this worker has sent its update.
             if self._exchange.source is not None and message.round == self.round and not place.realign:
-                self._mean(message.round)
+                self._mean()
         else:
             place.counter.receive(message)
         if isinstance(message, TrainingOver) or (isinstance(message, RoundEnded) and message.stop):
@@ -549,11 +528,6 @@ class Session:
             self._together(lambda: self._pass_on(stop=stop))
         return not self.over
 
-    def finish(self) -> None:
-        """End the training for all workers; none leaves earlier."""
-        self.end_last_round()
-        self.pass_on(stop=True)
-
     def end_last_round(self) -> bool:
         """Make the training end with this round, unless all stand still already; returns whether they do now."""
         if self.over or self.halted:
@@ -575,8 +549,8 @@ class Session:
 
     def _is_to_resume(self) -> bool:
         with self._lock:
-            place, sent = self._place, self.unmerged.sent
-            return place.connected and (not place.joined or (sent is not None and self._is_there(sent)))
+            place = self._place
+            return place.connected and (not place.joined or (self.unmerged.sent is not None and self._late))
 
     def resume(self) -> None:
         """Go on with the rounds, at the others' round."""
@@ -599,7 +573,7 @@ class Session:
             self._flush()
         if self._group.leads:
             work()
-            self.version, self.over = self._place.version, self._over_here
+            self.over = self._over_here
             outcome = Outcome(
                 sorted(self.state.changed),
                 self.version,
@@ -613,7 +587,7 @@ class Session:
             self._group.tell(msgspec.json.encode(outcome).decode())
         else:
             outcome = msgspec.json.decode(self._group.tell(), type=Outcome)
-            self.version, self.over, self.halted = outcome.version, outcome.over, outcome.halted
+            self._place.version, self.over, self.halted = outcome.version, outcome.over, outcome.halted
             self.round_end, known.rounds, known.merged_samples = outcome.ended, outcome.rounds, outcome.merged_samples
         for fragment in outcome.changed:
             self._group.share(self._trained.of(fragment))
@@ -629,8 +603,7 @@ class Session:
     def _report(self, *, samples: int, seconds: float, loss: float | None) -> None:
         self.state.count(samples)
         with self._lock:
-            self._place.reported = self._place.counter.step(batch_size=samples, seconds=seconds, loss=loss)
-            self._post(self._place.reported)
+            self._post(self._place.counter.step(batch_size=samples, seconds=seconds, loss=loss))
         self.unmerged.stepped()
 
     def _is_due(self) -> bool:
@@ -642,14 +615,6 @@ class Session:
             if (sent := self.unmerged.sent) is not None:
                 return sent.steps_since >= self.overlap_steps
             return self._late or (self._place.joined and self._place.counter.due)
-
-    def _is_there(self, sent: Sent) -> bool:
-        """Whether the mean and the update's receipt have arrived, or there is nothing to wait for."""
-        if self._place.realign or sent.upload.failed:
-            return True
-        if not sent.upload.receipt.done() or self._place.ended < sent.round:
-            return False
-        return sent.round != self.round or self._mean(sent.round).done()
 
     @property
     def _late(self) -> bool:
@@ -669,7 +634,6 @@ class Session:
         what: str,
         *,
         timeout: float | None = None,
-        each_second: Callable[[], None] = lambda: None,
         alone: bool = False,
     ) -> None:
         """Wait for something that other threads bring.
@@ -678,7 +642,6 @@ class Session:
             ready: Returns whether it is there; called with the lock held.
             what: A description of it, for messages.
             timeout: Longest wait, in seconds; by default that for the other workers.
-            each_second: Called about once a second, with the lock held.
             alone: Whether to wait without a connection, too.
 
         Raises:
@@ -693,7 +656,6 @@ class Session:
                 now = time.monotonic()
                 if now - asked >= _LOOK_S:
                     asked = now
-                    each_second()
                     self._lock.release()  # other threads need it, and the call may wait for them
                     try:
                         cause = self._group.no_hope()
@@ -718,27 +680,19 @@ class Session:
         yield
         setattr(self.statistics, kind, getattr(self.statistics, kind) + time.monotonic() - began)
 
-    def _answer(self, future: Future[_T], what: str) -> _T:
-        future.add_done_callback(self._notify)
-        try:
-            self._while_connected(future.done, what)
-        finally:
-            future.cancel()  # no effect if it is done
-        return future.result()
-
-    def _mean(self, round: int) -> Future[Mean | None]:
-        """Fetch the mean of the round after this worker's version, once that has ended. With the lock held."""
-        means = self._place.means
-        if round not in means:
-            means[round] = self._exchange.fetch_mean(round, self._place.chain)
-            means[round].add_done_callback(self._notify)
-        return means[round]
+    def _mean(self) -> Future[Mean | None]:
+        """Fetch the mean of this worker's round, once that has ended. With the lock held."""
+        place = self._place
+        if place.mean is None:
+            place.mean = self._exchange.fetch_mean(self.round, place.chain)
+            place.mean.add_done_callback(self._notify)
+        return place.mean
 
     def _next_mean(self) -> Mean | None:
         """Wait for that mean; ``None`` to take the global state instead."""
         round, place = self.round, self._place
         with self._lock:
-            future = self._mean(round)
+            future = self._mean()
         self._while_connected(lambda: future.done() or place.realign, f"the mean of round {round}")
         mean = future.result() if future.done() and not future.cancelled() else None
         if mean is None:
@@ -748,18 +702,6 @@ class Session:
                 place.realign = True
             log.info("%s takes the global state: no mean of round %d follows its weights", self.worker, round)
         return mean
-
-    def _mean_of(self, sent: Sent) -> Mean | None:
-        """Wait for the mean of an update's round; ``None`` if other rounds, or the global state, come first."""
-        place, upload = self._place, sent.upload
-        self._while_connected(
-            lambda: place.ended >= sent.round or place.realign or upload.failed, f"the end of round {sent.round}"
-        )
-        if upload.failed:
-            upload.receipt.result()  # raises
-        if place.realign or sent.round != self.round:
-            return None
-        return self._next_mean()
 
     def _await_receipt(self, sent: Sent) -> None:
         """Wait for the receipt of an update, as long as there is a connection."""
@@ -790,9 +732,9 @@ class Session:
             sent = self.unmerged.sent
             if sent is not None:
                 with self._timed("exchange_s"):
-                    mean = self._mean_of(sent)
-                if mean is not None:
-                    self._merge(sent.round, mean)
+                    self._while_connected(lambda: self._late or sent.upload.failed, f"the end of round {sent.round}")
+                if sent.upload.failed:
+                    sent.upload.receipt.result()  # raises
             self._follow_others()
             if not self.halted:
                 self._start_round()
@@ -807,9 +749,12 @@ class Session:
             if self._place.counter.round != self.round:
                 self._place.counter = self._place.counter.carried_into(self.round)
             said = self._place.counter.send()
-            self._place.reported = None
             self._post(said)
-        update = self._update(self._trained.fragment_of(said.round), said.round, **self.unmerged.take(said))
+        fragment = self._trained.fragment_of(said.round)
+        # Those of earlier rounds that have changed nothing, too, if the fragment is not one of several, sent in turn.
+        samples = said.samples if len(self._fragments) > 1 else self.state.samples[fragment]
+        counts = {"steps": said.steps, "round_samples": samples, "trained": self.unmerged.take()}
+        update = self._update(fragment, said.round, **counts)
         self.unmerged.sent = Sent(said=said, update=update, upload=self._start(update))
         return True
 
@@ -821,7 +766,7 @@ class Session:
             sent.upload.former = former.answer
 
     def _start(self, update: Contribution) -> Upload:
-        upload = self._exchange.start(update, lambda: self._place.ended < update.round)
+        upload = self._exchange.start(update)
         upload.receipt.add_done_callback(self._notify)
         return upload
 
@@ -842,7 +787,7 @@ class Session:
         """
         fragment = self._trained.fragment_of(round)
         with self._lock:
-            ended = self._place.ends.get(round)
+            ended = self._place.end if self._place.end is not None and self._place.end.round == round else None
         halts = ended is not None and ended.halts
         unmerged, sent, gives_up = self.unmerged, self.unmerged.sent, False
         if sent is not None and sent.round == round:
@@ -860,22 +805,20 @@ class Session:
                 self.state.taken(sent.update)
                 unmerged.counts(sent)
             else:
-                unmerged.carry(sent.said, sent.update.trained)
+                unmerged.carry(sent.update)
         elif not mean.total or self._trained.mixing:
             with self._lock:
-                if (counter := self._place.counter).round == round:
-                    unmerged.carry(counter)
-                    counter.clear()
+                if self._place.counter.round == round:
+                    self._place.counter.clear()
         else:
-            self._say_lost(round, self._place.counter.samples + unmerged.carried_samples)
+            self._say_lost(round, self.state.samples[fragment])
             self.state.overwritten(fragment)
             unmerged.lose()
         if mean.total:
             self.state.merge(fragment, mean.values, total=mean.total, exactly=halts or gives_up)
         place = self._place
         with self._lock:
-            place.version, place.chain = round, mean.chain
-            place.means = {number: one for number, one in place.means.items() if number > round}
+            place.version, place.chain, place.mean = round, mean.chain, None
         self.statistics.rounds += 1
         if ended is not None:
             self.statistics.merged_samples += ended.samples
@@ -929,10 +872,13 @@ class Session:
             if place.realign:
                 lost = self._unsent
                 self.unmerged.call_off()
-                if place.begun and lost:
+                if lost:
                     log.warning("%s takes the global state, and gives up %d samples of its own", self.worker, lost)
                 self._align()
-            elif (mean := self._next_mean()) is not None:
+                continue
+            with self._timed("exchange_s"):
+                mean = self._next_mean()
+            if mean is not None:
                 self._merge(self.round, mean)
         with self._lock:
             if not place.connected:
@@ -940,16 +886,11 @@ class Session:
             if not place.joined:
                 self._join()
 
-    def _ask(self) -> None:
-        """Join again while waiting for a round, as this worker may count as lost. With the lock held."""
-        if not self._place.away and self._exchange.source is not None:
-            self._post(JoinRounds(worker=self.worker))
-
     def _told_what_is_next(self) -> bool:
-        counter = self._place.counter
-        if self._exchange.source is None and (counter.next_round is not None or counter.finished):
+        told = self._place.counter.next_round
+        if self._exchange.source is None and (told is not None or self.last_round is not None):
             return True  # if it does not follow these weights, _start_round raises
-        return (counter.next_round or 0) >= self.round or self._late or self._over_here
+        return (told or 0) >= self.round or self._late or self._over_here
 
     def _start_round(self) -> None:
         """Wait for the next round and begin it, unless this worker pauses or the run is over.
@@ -960,8 +901,11 @@ class Session:
         """
         while not (self._over_here or self._place.away):
             self.check()
+            with self._lock:
+                if self._exchange.source is not None and not self._told_what_is_next():
+                    self._post(JoinRounds(worker=self.worker))  # it may count as lost
             with self._timed("start_s"):
-                self._while_connected(self._told_what_is_next, "the next round", each_second=self._ask)
+                self._while_connected(self._told_what_is_next, "the next round")
             if self._late:
                 self._follow_others()
                 continue
@@ -979,35 +923,29 @@ class Session:
     # ------------------------------------------------------------------ where the others are
 
     def _align(self) -> None:
-        """Provide the first weights if asked to, and fetch the global state.
+        """Fetch the global state; where there is none, this worker's becomes the first one.
 
         Raises:
-            AwayError: If the connection is lost, or there are no global weights yet.
+            AwayError: If the connection is lost.
         """
         source, state, place = self._exchange.source, self.state, self._place
         if source is None:
             raise RuntimeError("The mean of a round is missing, and there is no state to take instead.")
-        if place.provides:
-            provided = source.provide(pack_state(state.full_state()))
-            there = self._answer(provided, "the answer to the first weights")
-            with self._lock:
-                place.provides = not there
-            if not there:
-                raise AwayError
-        # Provided weights are fetched, too: all workers begin with the coordinator's copy.
-        with self._timed("exchange_s"):
-            payload, version, chain = self._answer(source.fetch_state(), "the global weights")
+        fetched = source.fetch_state(lambda: pack_state(state.full_state()))
+        fetched.add_done_callback(self._notify)
+        try:
+            with self._timed("exchange_s"):
+                self._while_connected(fetched.done, "the global weights")
+        finally:
+            fetched.cancel()  # no effect if it is done
+        payload, version, chain = fetched.result()
         state.load_state_dict(unpack_state(payload, state.full_state()))
-        self._take_global_weights()
-        for fragment in self._fragments:
-            state.overwritten(fragment)
-        self.unmerged.lose()
+        self._give_up()
         with self._lock:
-            place.version, place.chain, place.realign, place.begun = version, chain, False, True
+            place.version, place.chain, place.realign = version, chain, False
             place.ended = max(place.ended, version)
-            place.means.clear()
-            self._place.counter = RoundCounter(self.worker)
-            self._place.reported = None
+            place.mean = None
+            place.counter = RoundCounter(self.worker)
 
     def _take_global_weights(self) -> None:
         for fragment in self._fragments:
@@ -1018,19 +956,14 @@ class Session:
         if self._place.away:
             return
         self._place.joined = True
-        counter, sent = self._place.counter, self.unmerged.sent
-        last: StepReport | SendingPseudoGradient | None = self._place.reported
-        message = JoinRounds(worker=self.worker)
-        if sent is not None and sent.round == self.round:
-            last = said = sent.said
-            message = msgspec.structs.replace(message, round=said.round, steps=said.steps, samples=said.samples)
-        elif sent is None and counter.round == self.round:
-            message = msgspec.structs.replace(
-                message, round=counter.round, steps=counter.steps, samples=counter.samples
-            )
-        self._post(message)
-        if message.round and last is not None:
-            self._post(msgspec.structs.replace(last, worker=self.worker))
+        sent = self.unmerged.sent
+        done = self._place.counter if sent is None else sent.said
+        if done.round != self.round:
+            self._post(JoinRounds(worker=self.worker))
+            return
+        self._post(JoinRounds(worker=self.worker, round=done.round, steps=done.steps, samples=done.samples))
+        if sent is not None:
+            self._post(msgspec.structs.replace(sent.said, worker=self.worker))
 
     def _go_on_alone(self) -> None:
         """Go on in the round that was sent, without the coordinator. All of it is sent again, in this or the next."""
@@ -1077,16 +1010,10 @@ class Session:
     def _leave(self, quickly: bool, for_all: bool, hurries: Callable[[], bool]) -> None:
         place = self._place
         place.shown.close()
-        for once_more in (False, True):  # the connection may break, and be another one then
-            if self._unsent and not quickly and (once_more or not place.connected):
-                self._reconnect(hurries)
-            quickly, welcome = quickly or hurries(), place.welcome if place.connected else None
-            if for_all:
-                self._end_all(quickly)
-            if self._group.cause is None:
-                self._send_last(quickly)
-            if not self._unsent or welcome is None or (place.connected and place.welcome is welcome):
-                break
+        self._send_last(quickly or hurries(), for_all)
+        if self._unsent and not (quickly or hurries()):  # the connection is lost, or was for a moment
+            self._reconnect(hurries)
+            self._send_last(hurries(), for_all)
         if unsent := self._unsent:
             log.warning(
                 "%s ends, and %d samples that it has trained on may be in no weights: the coordinator %s.",
@@ -1109,9 +1036,10 @@ class Session:
         if self._exchange.source is None or self._group.cause is not None or self._over_here:
             return 0
         sent, unsent = self.unmerged.sent, self._place.counter.samples
-        if sent is not None and sent.upload.answer is not None and not sent.is_dropped:
-            return unsent
-        return unsent + self.unmerged.carried_samples + (0 if sent is None else sent.said.samples)
+        if sent is None:  # where fragments are sent in turn, what is left of the others is not counted
+            return unsent if len(self._fragments) > 1 else self.state.samples[0]
+        is_taken = sent.upload.answer is not None and not sent.is_dropped
+        return unsent if is_taken else unsent + sent.update.round_samples
 
     def _reconnect(self, hurries: Callable[[], bool]) -> None:
         """Wait for a connection, for a while, and take part over it."""
@@ -1133,17 +1061,19 @@ class Session:
 
     def _end_all(self, quickly: bool) -> None:
         """End the training of all workers, as long as this worker leads."""
-        place, told = self._place, None
-        while self.leads and place.connected and not self._over_here:
-            if told is not place.welcome:  # a restarted coordinator does not know the request
-                told, steps = place.welcome, self._place.counter.steps
-                self._link.post(EndRound(worker=self.worker, round=self.round, now=True, steps=steps, stop=True))
+        while self.leads and self._place.connected and not self._over_here:
+            steps = self._place.counter.steps  # said each time, as a restarted coordinator does not know the request
+            self._link.post(EndRound(worker=self.worker, round=self.round, now=True, steps=steps, stop=True))
             if quickly:
                 break
             self._synchronise()  # bounded; goes on until the run's last weights are here
 
-    def _send_last(self, quickly: bool) -> None:
+    def _send_last(self, quickly: bool, for_all: bool) -> None:
         """Send what is left, and merge it unless in a hurry; begin no round after it."""
+        if for_all:
+            self._end_all(quickly)
+        if self._group.cause is not None:
+            return
         if not quickly and self.unmerged.sent is not None:
             self._conclude()  # merges the update sent before the last steps
         self._hand_in()

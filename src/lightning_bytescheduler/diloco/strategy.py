@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -182,7 +183,7 @@ class DiLoCoStrategy(RankStrategy):
     With a ``coordinator``, workers are independent Trainers, which join and leave its run at any time. Then,
 
     * all processes of a Trainer are one worker (``inner``), whose rounds, options and global weights are the
-      coordinator's. Options of the run that are given must be the coordinator's. The first worker's weights are the
+      coordinator's. Options of the run that are given must be the coordinator's. The first weights that come are the
       first global ones; a worker that joins later, or was away for long, fetches the state.
     * A worker that misses the end of a round gives up what it has not sent, and catches up; slices of it are trained on
       again. Training goes on without the coordinator.
@@ -629,19 +630,26 @@ class DiLoCoStrategy(RankStrategy):
         file = open_rounds_file(trainer, append=append)
         self._open.callback(file.close)
         trained = TrainedWeights(trainer.lightning_module, fragments=run.fragments, overlaps=bool(run.overlap_steps))
+        timeout = self._longest_wait_s
+        session = partial(
+            Session,
+            worker=worker_name(world.worker),
+            group=group,
+            trained=trained,
+            overlap_steps=run.overlap_steps,
+            flush=self.flush,
+            timeout=timeout,
+        )
         if not group.leads:
-            name, steps = worker_name(world.worker), run.overlap_steps
-            session = Session(worker=name, group=group, trained=trained, overlap_steps=steps, flush=self.flush)
-            return Runtime(session, board)
+            return Runtime(session(), board)
         return LeadingRuntime(
             trainer,
             trained,
+            session,
             world=world,
-            group=group,
             board=board,
             options=options,
-            timeout=self._longest_wait_s,
-            flush=self.flush,
+            timeout=timeout,
             on_round=file.write,
         )
 
@@ -670,7 +678,7 @@ class DiLoCoStrategy(RankStrategy):
                 if not isinstance(self._runtime, CoordinatedRuntime):
                     if self._slices is not None:
                         self._slices.finish()  # worker 0 answers until all have passed the end of the last round
-                    self._runtime.session.finish()
+                    self._runtime.session.pass_on(stop=True)
                     if self._runtime.states is not None:
                         self._runtime.states.over()
                     known = self._runtime.session.statistics
