@@ -96,7 +96,8 @@ class ThreadWorker:
 
     @property
     def version(self) -> int:
-        return self.runtime.session.version if hasattr(self.runtime, "session") else 0
+        """Rounds that are part of its weights, once it takes steps; it may have fetched them before it has begun."""
+        return self.runtime.session.version if self.taken else 0
 
     @property
     def is_alive(self) -> bool:
