@@ -196,7 +196,7 @@ class DiLoCoStrategy(RankStrategy):
       loaders are each worker's own: shuffled ones are seeded by its name, unless ``seed_everything`` was called.
 
     Args:
-        accelerator: As for :class:`~lightning.pytorch.strategies.DDPStrategy`, like all positional arguments.
+        accelerator: As for :class:`~lightning.pytorch.strategies.DDPStrategy`.
         parallel_devices: See DDPStrategy.
         cluster_environment: See DDPStrategy.
         checkpoint_io: See DDPStrategy.
@@ -240,6 +240,7 @@ class DiLoCoStrategy(RankStrategy):
 
     def __init__(
         self,
+        *,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -248,7 +249,6 @@ class DiLoCoStrategy(RankStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        *,
         samples_per_round: int | None = None,
         inner_steps: int | None = None,
         equal_steps: bool | None = None,
