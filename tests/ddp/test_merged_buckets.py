@@ -15,7 +15,7 @@ from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.sample_weights import StepWeight
 from lightning_bytescheduler.ddp.steps import MergedStep, merged_bytes
 from lightning_bytescheduler.exceptions import RankFailedError
-from lightning_bytescheduler.failures.standstill import wait_of
+from lightning_bytescheduler.failures.standstill import BATCH, wait_of
 from lightning_bytescheduler.tuning.sizes import LinkEstimate
 from tests.support.waiting import WAIT, until
 
@@ -138,7 +138,7 @@ def test_a_wait_for_other_ranks_samples_is_no_computing(at_the_end: bool, expose
     send(merged, torch.ones(4), torch.ones(4))
     assert len(said) == 1, "it is known for all messages of the step"
     assert said[0] is not None
-    assert said[0].begins_batch, "a rank that waits for one with fewer batches is found out by that"
+    assert said[0] == BATCH, "a rank that waits for one with fewer batches is found out by that"
     assert record.statistics.exposed_s == exposed
 
 

@@ -11,24 +11,23 @@ from msgspec.structs import replace
 
 from lightning_bytescheduler.failures import standstill
 from lightning_bytescheduler.failures.standstill import (
+    BATCH,
     Sign,
     Standing,
     VitalSigns,
-    Wait,
-    explain_death,
     find_standstill,
     wait_of,
     waiting,
     whereabouts,
 )
 
-TRAINS = Standing(place="in epoch 0, batch 4", steps=3, launched=20, batches=4, epoch_batches=4)
+TRAINS = Standing(place="in epoch 0, batch 4", steps=3, launched=20, batches=4)
 GRADIENTS = replace(TRAINS, steps=4, awaited_step=4)  # waits for those of the step it has handed over
-BEHIND = replace(TRAINS, batches=3, epoch_batches=3, launched=19)
+BEHIND = replace(TRAINS, batches=3, launched=19)
 COLLECTIVE = replace(BEHIND, collective="all_reduce", launched=21)
-NEXT_BATCH = replace(TRAINS, collective="broadcast", begins_batch=True)
+NEXT_BATCH = replace(TRAINS, collective=BATCH)
 ENDED = replace(BEHIND, ended=True)
-AHEAD = replace(NEXT_BATCH, batches=5, epoch_batches=5)
+AHEAD = replace(NEXT_BATCH, batches=5)
 
 
 def test_it_travels_as_text() -> None:
@@ -93,66 +92,28 @@ def test_a_rank_that_computes_may_still_come() -> None:
     assert find_standstill({0: GRADIENTS, 1: ENDED, 2: TRAINS}) is not None  # but nothing brings that one back
 
 
-def test_a_rank_that_begins_the_last_batch_has_no_fewer() -> None:
-    last = replace(NEXT_BATCH, is_last=True)
-    found = find_standstill({0: COLLECTIVE, 1: last, 2: last})
+def test_what_to_do_is_said() -> None:
+    found = find_standstill({0: NEXT_BATCH, 1: ENDED})
     assert found is not None
-    assert "in different places" in found
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "uneven"),
-    [
-        (NEXT_BATCH, ENDED, True),
-        (GRADIENTS, replace(COLLECTIVE, is_last=True), True),
-        (NEXT_BATCH, replace(COLLECTIVE, is_last=True), True),
-        (replace(GRADIENTS, expected=8), replace(COLLECTIVE, expected=7), True),
-        (replace(GRADIENTS, expected=8), COLLECTIVE, False),
-        (GRADIENTS, COLLECTIVE, False),
-        # The next epoch is not uneven data.
-        (replace(NEXT_BATCH, epoch=1, epoch_batches=1), replace(COLLECTIVE, is_last=True), False),
-    ],
-)
-def test_uneven_data_is_told_from_skipped_collectives(one: Standing, other: Standing, uneven: bool) -> None:
-    found = find_standstill({0: one, 1: other})
-    assert found is not None
-    assert ("different numbers of batches" in found) == uneven
-    assert ("use_distributed_sampler" in found) == uneven
-    assert ("sync_dist" in found) != uneven
-
-
-@pytest.mark.parametrize(("batches", "stopped"), [(3, True), (12, False)])
-def test_a_rank_that_stopped_by_itself_is_told_from_one_without_data(batches: int, stopped: bool) -> None:
-    ended = replace(ENDED, batches=batches, epoch_batches=batches, expected=12)
-    standstill = find_standstill({0: replace(NEXT_BATCH, batches=batches + 1, expected=12), 1: ended})
-    assert standstill is not None
-    assert ("trainer.should_stop" in standstill) == stopped
+    assert "Trainer(limit_train_batches=N)" in found
+    assert "trainer.should_stop" in found
+    assert "self.log(sync_dist=True)" in found
 
 
 def test_each_rank_is_described() -> None:
-    waits = replace(GRADIENTS, place="in epoch 1, batch 4 (backward)", epoch=1, expected=9)
-    validates = replace(COLLECTIVE, place="in batch 2 of the validation (on_validation_epoch_end)", is_last=True)
+    waits = replace(GRADIENTS, place="in epoch 1, batch 4 (backward)", expected=9)
+    validates = replace(COLLECTIVE, place="in batch 2 of the validation (on_validation_epoch_end)")
     assert waits.describe() == (
         "is in epoch 1, batch 4 (backward), waits for the gradients of step 4 "
-        "(has begun 4 of 9 batches of epoch 1, 4 in all, and handed over 4 gradients)"
+        "(has begun 4 batches, 9 in each epoch, and handed over 4 gradients)"
     )
     assert validates.describe() == (
         "is in batch 2 of the validation (on_validation_epoch_end), waits in all_reduce, collective 21 of the default "
-        "group (has begun 3 batches of epoch 0, 3 in all, and handed over 3 gradients)"
+        "group (has begun 3 batches, and handed over 3 gradients)"
     )
-    assert NEXT_BATCH.describe().startswith(
-        "is in epoch 0, batch 4, waits for the others to begin its batch 4 of epoch 0 ("
-    )
+    assert NEXT_BATCH.describe().startswith("is in epoch 0, batch 4, waits for the others to begin this batch (")
     assert Standing().describe() == "is in setup"
-    assert ENDED.describe() == "has ended the fit after 3 batches, 3 of epoch 0"
-
-
-def test_a_death_is_explained_by_what_was_told_last() -> None:
-    assert explain_death({}) == ""
-    even, uneven = {0: GRADIENTS, 1: TRAINS}, {0: replace(TRAINS, expected=4), 1: replace(TRAINS, expected=5)}
-    assert explain_death(even).startswith("By the last signs of life, four in a second, rank 0 is in epoch 0")
-    assert "limit_train_batches" not in explain_death(even)
-    assert explain_death(uneven).endswith("bound all with Trainer(limit_train_batches=N).")
+    assert ENDED.describe() == "has ended the fit after 3 batches"
 
 
 # A standstill is believed once it has been seen for a while, on ranks that are seen to live.
@@ -175,10 +136,10 @@ class Other:
         self.sign = Sign()
 
     def beat(self) -> None:
-        self.tell(self.sign.standing)
+        self.tell(self.sign.standing, left=self.sign.left)
 
-    def tell(self, standing: Standing) -> None:
-        self.sign = Sign(beat=self.sign.beat + 1, standing=standing)
+    def tell(self, standing: Standing, *, left: bool = False) -> None:
+        self.sign = Sign(beat=self.sign.beat + 1, standing=standing, left=left)
         self.store.set("signs/1", self.sign.encode())
 
 
@@ -201,7 +162,6 @@ def seen_after(
     *,
     limit: float = 30.0,
     beats: bool = True,
-    examine: bool = False,
     **changes: Any,
 ) -> float | None:
     """Seconds until it is believed."""
@@ -210,7 +170,8 @@ def seen_after(
         if beats:
             other.beat()
         own.give(replace(WAITING, **changes))
-        if own.watch(examine=examine) is not None:
+        own.look()
+        if own.standstill() is not None:
             return clock.now - start
         clock.now += 0.25
     return None
@@ -245,15 +206,14 @@ def test_a_rank_without_a_beat_is_not_believed(clock: Clock) -> None:
 
 def test_one_that_has_ended_needs_no_beat(clock: Clock) -> None:
     own, other = signs()
-    other.tell(replace(IN_BARRIER, collective="", ended=True))
+    other.tell(replace(IN_BARRIER, collective="", ended=True), left=True)
     assert seen_after(clock, own, other, beats=False) is not None
 
 
-def test_ranks_are_not_examined_without_need(clock: Clock) -> None:
+def test_a_rank_that_computes_concludes_nothing(clock: Clock) -> None:
     own, other = signs()
     other.tell(IN_BARRIER)
     assert seen_after(clock, own, other, awaited_step=0) is None
-    assert own.standings() == {}
 
 
 def test_a_rank_that_has_told_nothing_yet_is_waited_for(clock: Clock) -> None:
@@ -261,15 +221,7 @@ def test_a_rank_that_has_told_nothing_yet_is_waited_for(clock: Clock) -> None:
     assert seen_after(clock, own, other) is None
 
 
-def test_a_standstill_is_found_while_somebody_examines(clock: Clock) -> None:
-    own, other = signs()
-    other.tell(IN_BARRIER)
-    after = seen_after(clock, own, other, examine=True)
-    assert after is not None
-    assert 3.0 <= after <= 5.5
-
-
-def test_an_examiner_gets_the_last_word_of_each_rank(clock: Clock) -> None:
+def test_all_are_known_to_stand_where_they_told_last(clock: Clock) -> None:
     own, other = signs()
     own.give(WAITING)
     own.look()
@@ -331,12 +283,12 @@ def test_one_that_has_left_is_not_silent_and_says_why(clock: Clock) -> None:
 def test_a_thread_says_what_it_waits_in() -> None:
     thread = threading.get_ident()
     with waiting("all_reduce"):
-        assert wait_of(thread) == Wait("all_reduce")
-        with waiting("broadcast", begins_batch=True):
-            assert wait_of(thread) == Wait("broadcast", begins_batch=True)
-        assert wait_of(thread) == Wait("all_reduce")
-        assert wait_of(0) is None
-    assert wait_of(thread) is None
+        assert wait_of(thread) == "all_reduce"
+        with waiting(BATCH):
+            assert wait_of(thread) == BATCH
+        assert wait_of(thread) == "all_reduce"
+        assert not wait_of(0)
+    assert not wait_of(thread)
     with pytest.raises(ValueError, match="boom"), waiting("barrier"):
         raise ValueError("boom")
-    assert wait_of(thread) is None
+    assert not wait_of(thread)

@@ -77,9 +77,9 @@ def test_a_missing_rank_is_named_and_then_given_up(
     assert len(caplog.records) == 4  # after 10, 20, 40 and 80 s: ever more seldom
     caplog.clear()
     store.set("3", introduction(3).encode())
-    with caplog.at_level(logging.WARNING), pytest.raises(SchedulerTimeoutError, match="rank 1 of 4"):
+    with caplog.at_level(logging.WARNING), pytest.raises(SchedulerTimeoutError, match="After 50 s, rank 1 of 4"):
         hold_roll_call(store, introduction(2), timeout=50.0, world_size=4)
-    assert not caplog.records  # the first one speaks for all
+    assert not caplog.records  # the first two speak for all
 
 
 @pytest.mark.parametrize("timeout", [0.0, 100.0])
@@ -161,12 +161,6 @@ def test_many_ranks_are_counted() -> None:
     assert names_of(range(20)).endswith("15 and 4 more")
 
 
-def test_many_differences_are_counted() -> None:
-    ones = [introduction(rank, **{f"fact{n}": str(n + rank) for n in range(20)}) for rank in (0, 1)]
-    with pytest.raises(RanksDifferError, match=r"fact7 is .*; and 12 more differ\."):
-        require_alike(ones)
-
-
 CONNECTS = """
 import sys, time
 from lightning_bytescheduler.failures.board import connected
@@ -182,7 +176,7 @@ with connected(store, "127.0.0.1", port, rank=rank, world_size=2) as board:
             time.sleep(0.05)  # as in native code, where no exception arrives
         raise RuntimeError("Connection closed by peer")
     store.set("the other has started", "")
-    raise RuntimeError("connectFullMesh failed with refused, remote=[127.0.1.1]:80")
+    raise RuntimeError("Gloo connectFullMesh failed with refused, remote=[127.0.1.1]:80")
 """
 
 
@@ -206,7 +200,7 @@ def test_a_rank_that_cannot_connect_ends_the_others(patience: float, how: str) -
     waiting, failing = (rank.communicate(timeout=120)[1] for rank in ranks)
     assert [rank.returncode for rank in ranks] == [1, 1]
     assert "RanksUnreachableError: Rank 1 on " in failing
-    assert "cannot connect to the one at 127.0.1.1" in failing
+    assert "cannot connect to them: Gloo connectFullMesh failed with refused, remote=[127.0.1.1]:80" in failing
     assert "GLOO_SOCKET_IFNAME=eth0" in failing
     assert "Rank 1 failed: RanksUnreachableError: Rank 1 on " in waiting
     if how == "stands":
@@ -246,19 +240,6 @@ def test_ranks_that_run_other_strategies_do_not_wait_for_each_other() -> None:
                 one.result()
 
 
-def test_a_difference_is_named_where_the_store_has_ended_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = iter([[introduction(0, strategy="diloco"), introduction(1, strategy="bytescheduler")]])
-
-    def roll_call(*_: object, **__: object) -> list[Introduction]:
-        for ranks in calls:
-            return ranks
-        raise dist.DistNetworkError("Connection reset by peer")
-
-    monkeypatch.setattr(rendezvous, "hold_roll_call", roll_call)
-    with pytest.raises(RanksDifferError, match="strategy is diloco on rank 0"):
-        Meeting(rank=0, world_size=2, strategy="diloco", timeout=1.0).on(dist.HashStore())
-
-
 def test_a_first_rank_that_does_not_come_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +247,7 @@ def test_a_first_rank_that_does_not_come_is_named(
     port = free_port()
     with caplog.at_level(logging.WARNING), pytest.raises(SchedulerTimeoutError, match=f"to open 127.0.0.1:{port}"):
         meet_on(port, rank=1, timeout=0.3)
-    assert "rank 1 has been waiting for " in caplog.text
+    assert "rank 1 still waits for rank 0" in caplog.text
 
 
 def test_a_master_address_that_is_no_name_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +255,7 @@ def test_a_master_address_that_is_no_name_is_named(monkeypatch: pytest.MonkeyPat
         raise socket.gaierror("no such name")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(SchedulerTimeoutError, match=r"does not know the name 'node-zero' \(no such name\)"):
+    with pytest.raises(SchedulerTimeoutError, match=r"to open node-zero:1 \(no such name\)"):
         meet_on(1, rank=1, timeout=0.0, host="node-zero")
 
 
@@ -326,8 +307,7 @@ def test_a_rank_that_dies_while_ranks_connect_is_named(monkeypatch: pytest.Monke
         ),
     ],
 )
-def test_a_connection_that_a_dead_rank_breaks_names_it(broken: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board, "NATIVE_S", 4.0)  # what broke asks for a quarter of it
+def test_a_connection_that_a_dead_rank_breaks_names_it(broken: Exception) -> None:
     with (
         pytest.raises(RankFailedError, match="Rank 1 failed: it shows no sign of life; this broke here: "),
         connected(dist.HashStore(), "10.0.0.1", 29500, rank=0, world_size=2),

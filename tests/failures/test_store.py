@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,8 +11,7 @@ import torch.distributed as dist
 
 from lightning_bytescheduler.exceptions import RankFailedError, SchedulerTimeoutError
 from lightning_bytescheduler.failures import rendezvous as store_module
-from lightning_bytescheduler.failures.messages import FaultNotice
-from lightning_bytescheduler.failures.rendezvous import Meeting, StorePresence, connect_to_store, open_board
+from lightning_bytescheduler.failures.rendezvous import Meeting, StorePresence, connect_to_store
 
 
 @pytest.fixture
@@ -33,6 +31,7 @@ def test_presence_ends_with_the_host() -> None:
         assert presence.gone()
         presence.close()
         presence.close()
+        assert presence.gone()
 
 
 def test_a_store_without_connections_is_always_there() -> None:
@@ -60,40 +59,9 @@ def test_a_store_that_is_gone_is_an_error_at_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(store_module, "StorePresence", lambda *arguments: refuse() if arguments else None)
     with pytest.raises(
         RankFailedError,
-        match=r"^Rank 0 failed: its process is gone, and the rendezvous store with it; 127.0.0.1:\d+ .*refused",
+        match=r"^Rank 0 failed: its process is gone, and the rendezvous store with it; this broke here: refused",
     ):
         connect_to_store(store)
-
-
-def test_boards_follow_one_another(store: dist.TCPStore) -> None:
-    presence = StorePresence()
-    boards = [[open_board(store, presence, rank=rank, world_size=2) for rank in range(2)] for _ in range(2)]
-    boards[0][0].set("fault", "x")
-    assert boards[0][1].check(["fault"])
-    assert not boards[1][1].check(["fault"])
-
-
-def test_after_a_failure_ranks_wait_for_one_another(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    presence = StorePresence()
-    failed, _ = (open_board(store, presence, rank=rank, world_size=2) for rank in range(2))
-    failed.set("fault", FaultNotice(rank=1, cause="ValueError: boom", by=1).encode())
-    monkeypatch.setattr(store_module, "_REUNION_S", 120.0)
-    waiting = threading.Thread(target=open_board, args=(store, presence), kwargs={"rank": 0, "world_size": 2})
-    waiting.start()
-    waiting.join(0.3)
-    assert waiting.is_alive()
-    open_board(store, presence, rank=1, world_size=2)
-    waiting.join(60.0)
-    assert not waiting.is_alive()
-
-    again = open_board(store, presence, rank=0, world_size=2)  # that one did not fail: there is no wait
-    again.set("fault", FaultNotice(rank=0, cause="ValueError: boom", by=0).encode())
-    monkeypatch.setattr(store_module, "_REUNION_S", 0.2)
-    with pytest.raises(
-        RankFailedError,
-        match=r"^Rank 1 failed: it does not train again after this: Rank 0 failed: ValueError: boom$",
-    ):
-        open_board(store, presence, rank=0, world_size=2)
 
 
 def meet(store: dist.Store, rank: int, *, world_size: int, timeout: float) -> dist.Store:
@@ -121,7 +89,7 @@ def test_each_start_has_a_part_of_the_store_of_its_own(late: int) -> None:
 def test_ranks_do_not_go_on_with_the_name_of_a_start_that_is_gone(store: dist.TCPStore) -> None:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(partial(meet, store, world_size=2, timeout=60.0), range(2)))
-    with pytest.raises(SchedulerTimeoutError, match=r"rank 1 of 2 has been waiting for 0 s .* for rank 0"):
+    with pytest.raises(SchedulerTimeoutError, match=r"After 0 s, rank 1 of 2 still waits for rank 0"):
         meet(store, 1, world_size=2, timeout=0.1)
     with pytest.raises(SchedulerTimeoutError, match="ranks 1, 2, 3 of 4 did not join"):
         meet(store, 0, world_size=4, timeout=0.1)

@@ -53,7 +53,7 @@ def test_training_again_after_a_failure(nursery: Nursery, tmp_path: Path) -> Non
     alone = Scenario(
         world_size=2,
         options={"where": "training_step", "ranks": [0], "bounds": SOON},
-        own_options={0: {"again": "fit", "reunion": 1.0}},
+        own_options={0: {"again": "fit", "native": 1.0}},
     )
     all_again, one_again = run_together(nursery, [together, alone], tmp_path)
     # All ranks fail alike and go on, as when a trial of a search is given up.
@@ -61,7 +61,7 @@ def test_training_again_after_a_failure(nursery: Nursery, tmp_path: Path) -> Non
     assert all("AGAIN" in rank.log for rank in all_again)
     # One rank fails alone and goes on, alone, once it has waited for the others.
     check_end(one_again, failed=0, says="Rank 0 failed: ValueError: boom", clean=False)
-    assert "Rank 1 failed: it does not train again after this: Rank 0 failed: ValueError: boom" in one_again[0].log
+    assert "RankFailedError: Rank 1 failed: it shows no sign of life" in one_again[0].log
 
 
 @pytest.mark.slow

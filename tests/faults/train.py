@@ -28,7 +28,7 @@ from lightning_bytescheduler.collectives.push_pull import NodePushPull
 from lightning_bytescheduler.collectives.route import AllReduce, Served
 from lightning_bytescheduler.ddp import steps, wire
 from lightning_bytescheduler.ddp.gates import GatedParameter
-from lightning_bytescheduler.failures import rendezvous
+from lightning_bytescheduler.failures import board
 from tests.faults.bounds import set_bounds
 
 __all__: list[str] = []
@@ -333,7 +333,7 @@ def main(options: Options) -> None:
         if not options.get("again"):
             raise
         sys.excepthook(*sys.exc_info())
-        rendezvous._REUNION_S = options.get("reunion", 60.0)
+        board.NATIVE_S = options.get("native", 60.0)
         again = make_trainer(options, boom, [])
         again.fit(Model(boom, options))
         report("AGAIN")

@@ -100,7 +100,7 @@ def told(batches: int) -> threading.Event:
 
     def telling(signs: VitalSigns, standing: Standing, **options: Any) -> None:
         give(signs, standing, **options)
-        if standing.epoch_batches >= batches:
+        if standing.batches >= batches:
             told.set()
 
     VitalSigns.give = telling  # type: ignore[method-assign, assignment]

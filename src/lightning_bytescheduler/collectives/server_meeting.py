@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -87,7 +88,7 @@ class Announcement(StoreMessage, frozen=True, kw_only=True):
 class SignedOn(StoreMessage, frozen=True, kw_only=True):
     """A server's registration."""
 
-    host: str
+    host: str = msgspec.field(default_factory=socket.gethostname)
     pid: int = msgspec.field(default_factory=os.getpid)
     version: str = __version__
 
@@ -479,7 +480,6 @@ def serve(host: str, port: int, *, timeout: float = 1800.0, say: Callable[[str],
     require_seconds("timeout", timeout)
     say(f"Looking for the training at {host}:{port}.")
     presence = find_store(host, port, who="this parameter server", timeout=timeout)
-    own = presence.own_address
     choose_interface(host)
     connect_anew = partial(
         dist.TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=15)
@@ -488,9 +488,9 @@ def serve(host: str, port: int, *, timeout: float = 1800.0, say: Callable[[str],
     store, signs = meeting_store(connect_anew()), meeting_store(connect_anew())
     begun = begun_after(store, 0)
     last = 0 if begun is None else begun.fit  # a fit in progress already has its servers
-    server, why = LivingServer(signs, SignedOn(host=own), presence), ""
+    server, why = LivingServer(signs, SignedOn(), presence), ""
     try:
-        say(f"Parameter server {server.number} at {own} is ready for the training at {host}:{port}.")
+        say(f"Parameter server {server.number} at {socket.gethostname()} is ready for the training at {host}:{port}.")
         while (fit := _next_fit(store, presence, last)) is not None:
             last = fit.fit
             require_same_version(fit.version, "The training", f"parameter server {server.number}")

@@ -43,7 +43,7 @@ from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError, SchedulerClosedError
 from lightning_bytescheduler.failures.board import FaultBoard, connected
 from lightning_bytescheduler.failures.messages import phrase
-from lightning_bytescheduler.failures.rendezvous import Introduction, Meeting, hold_roll_call, require_alike
+from lightning_bytescheduler.failures.rendezvous import Introduction, Meeting, require_alike
 from lightning_bytescheduler.failures.standstill import Standing, waiting
 from lightning_bytescheduler.lightning_api import (
     PACKAGE,
@@ -134,18 +134,10 @@ class FitPosition:
         self._trainer = trainer
         self._last: Standing | None = None
         self._batches = 0
-        self._epoch = 0
-        self._epoch_batches = 0
-
-    def begin_epoch(self) -> None:
-        """Record that an epoch begins; the Trainer increments its number before the previous epoch's last hooks."""
-        self._epoch = self._trainer.current_epoch
-        self._epoch_batches = 0
 
     def begin_batch(self) -> None:
         """Record that a batch begins."""
         self._batches += 1
-        self._epoch_batches += 1
 
     def end(self) -> None:
         """Record that the run is over; this rank takes no further step."""
@@ -162,21 +154,15 @@ class FitPosition:
         """Return this rank's standing for the other ranks."""
         if self._last is not None:
             return self._last
-        trainer, strategy = self._trainer, cast(Any, self._trainer.strategy)
-        fit: DecidedFit | None = strategy.fit
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        ready, expected = progress.current.ready, trainer.fit_loop.max_batches
-        is_last = progress.is_last_batch or ready == expected
+        fit: DecidedFit | None = cast(Any, self._trainer.strategy).fit
+        expected = self._trainer.fit_loop.max_batches
         return Standing(
-            place=place_of(trainer),
+            place=place_of(self._trainer),
             steps=0 if fit is None else fit.progress.offered,
             awaited_step=0 if fit is None else fit.awaited_step,
             launched=_launched(),
             ended=ended,
             batches=self._batches,
-            epoch=self._epoch,
-            epoch_batches=self._epoch_batches,
-            is_last=bool(ready and is_last),
             expected=int(expected) if expected != float("inf") else 0,
         )
 
@@ -362,13 +348,7 @@ class JoinedRanks:
             return
         own = Introduction(rank=self.global_rank, facts={_NEXT: what, **facts}, noted=noted)
         with self._explained():
-            ranks = hold_roll_call(
-                board.meeting_place(),
-                own,
-                world_size=board.world_size,
-                timeout=self._longest_wait_s,
-                failure=self._no_hope,
-            )
+            ranks = board.roll_call(own, self._longest_wait_s)
             require_alike([replace(one, facts={_NEXT: one.facts[_NEXT]}, noted={}) for one in ranks])
             require_alike(ranks, warn=rank_zero_warn, **more)
 
@@ -550,8 +530,6 @@ class RankStrategy(JoinedRanks, DDPStrategy):
 
     def count_epoch(self) -> None:
         """Record that an epoch begins."""
-        if self._position is not None:
-            self._position.begin_epoch()
         if self.fit is not None:
             self.fit.begin_epoch()
 

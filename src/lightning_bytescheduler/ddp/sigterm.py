@@ -38,7 +38,7 @@ import torch.distributed as dist
 from lightning_bytescheduler.collectives.groups import leave
 from lightning_bytescheduler.collectives.operations import broadcast_from_first, ends_within, wait_unless
 from lightning_bytescheduler.failures.board import FaultBoard
-from lightning_bytescheduler.failures.standstill import break_connections, waiting
+from lightning_bytescheduler.failures.standstill import BATCH, break_connections, waiting
 from lightning_bytescheduler.lightning_api import SIGTERMException, SLURMEnvironment, TrainerFn, pl
 from lightning_bytescheduler.scheduler.threads import short_turns
 
@@ -219,7 +219,7 @@ class SigtermForAll:
             BaseException: The reason if it never will.
         """
         if self._begun is not None:
-            with self._strategy._explained(), waiting("broadcast", begins_batch=True):
+            with self._strategy._explained(), waiting(BATCH):
                 wait_unless(self._begun, lambda: self._board.fault, look_every=_LOOK_EVERY)
             self._begun = None
 

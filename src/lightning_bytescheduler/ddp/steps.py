@@ -76,7 +76,7 @@ from lightning_bytescheduler.ddp.fit import Fit, TrainingStep
 from lightning_bytescheduler.ddp.gates import arm, disarm, gate_of
 from lightning_bytescheduler.ddp.gradient_transforms import StepTransforms
 from lightning_bytescheduler.ddp.reduction import GradientBucket
-from lightning_bytescheduler.failures.standstill import waiting
+from lightning_bytescheduler.failures.standstill import BATCH, waiting
 from lightning_bytescheduler.scheduler.task import CommTask
 from lightning_bytescheduler.timeline.timeline import COMMUNICATION, STEP, WAIT
 from lightning_bytescheduler.tuning.sizes import LinkEstimate
@@ -575,7 +575,7 @@ class MergedStep(PlainStep):
         fit = self.fit
         if fit.weights.by_samples and not self._works:
             start = fit.record.clock()
-            with waiting("all_gather", begins_batch=True):
+            with waiting(BATCH):
                 fit.weight.wait(fit.own_failure)
             if not self.waits_from:  # the wait at the end is counted as a whole
                 fit.record.waited("samples of all ranks", WAIT, start, step=self.number)

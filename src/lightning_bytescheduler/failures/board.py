@@ -12,7 +12,8 @@ One thread does this, ``bytescheduler-fault-watch``. It alone talks to the store
 blocks in native code for as long as the store's host is frozen, so all other threads ask this one and wait for it for a
 limited time. It holds no lock while it talks to the store or calls back.
 
-Besides notices it writes a sign of life, four times a second, and where its rank stands (:class:`VitalSigns`).
+Besides notices it writes a sign of life, four times a second, and where its rank stands (:class:`VitalSigns`). Once a
+second it reads those of the others, and more often while a thread waits for what it learns.
 """
 
 from __future__ import annotations
@@ -20,37 +21,25 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Protocol
 
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from lightning_bytescheduler.exceptions import (
-    ByteSchedulerError,
-    RankFailedError,
-    RanksDivergedError,
-    SchedulerTimeoutError,
-)
-from lightning_bytescheduler.failures.messages import (
-    FaultNotice,
-    brief,
-    is_communication_error,
-    is_timeout,
-)
+from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError, SchedulerTimeoutError
+from lightning_bytescheduler.failures.messages import FaultNotice, brief, is_communication_error, is_timeout
 from lightning_bytescheduler.failures.rendezvous import (
+    INTERFACE,
     Introduction,
     StorePresence,
     agent_keeps_store,
     connect_to_store,
-    connection_hint,
     explain_connection,
     hold_roll_call,
-    open_board,
     store_gone,
 )
 from lightning_bytescheduler.failures.standstill import (
@@ -59,23 +48,22 @@ from lightning_bytescheduler.failures.standstill import (
     VitalSigns,
     Watchdog,
     break_connections,
-    explain_death,
     wait_of,
     whereabouts,
 )
 
 log = logging.getLogger(__name__)
 
-_HURRIES = 5  # how many times as often the thread looks while another thread waits for what it learns
+_HURRIES = 5  # times as many rounds of the thread while another one waits for what it learns, and a moment longer
+_LOOK_S = 1.0  # between two looks at the other ranks
 _LINGER_S = 2.0
 _GOODBYE_S = 5.0
 _STOP_S = 2.0
 _DIAGNOSE_S = 3.0
 _CONNECTING_S = 30.0  # until it is said what to look at
-_ASKED_S = 1.0  # how long the thread looks at the others after look_after_others()
 NATIVE_S = 20.0
 """Seconds for which a rank may show no sign of life, as it may be busy in native code."""
-_VANISHED = 6  # times NATIVE_S: after so long a silence, a rank that this one waits for counts as dead
+_VANISHED = 6  # times NATIVE_S: after so long a silence a rank counts as dead, whatever the others do
 _WHERE = "Where the ranks are:"
 
 
@@ -140,6 +128,8 @@ class FaultBoard:
 
     Attributes:
         rank: This rank, among all that share the board.
+        world_size: Number of ranks that share the board.
+        fault: Another rank's failure, once it is known.
     """
 
     def __init__(
@@ -154,27 +144,24 @@ class FaultBoard:
     ) -> None:
         self._store = store
         self.rank = rank
+        self.world_size = world_size
         self._presence = StorePresence() if presence is None else presence
         self._watchdog = Watchdog() if watchdog is None else watchdog
-        others = [other for other in range(world_size) if other != rank]
-        period = max(PERIOD_S, world_size / 256)  # spares the store's host when there are many ranks
-        self._signs = VitalSigns(store, rank, others, period)
+        # These spare the store's host when there are many ranks.
+        period, self._look_every = max(PERIOD_S, world_size / 256), max(_LOOK_S, world_size / 16)
+        self._signs = VitalSigns(store, rank, [other for other in range(world_size) if other != rank], period)
         self._all_came = all_came
         self._standing: Callable[[], Standing] = Standing
         self._requests: list[Request] = []
         self._changed = threading.Condition()
         # What follows changes under the condition.
         self._watched: list[Watched] = []  # in the order in which they came
-        self._found: tuple[FaultNotice, RankFailedError] | None = None  # another rank's failure
-        self._outgoing: FaultNotice | None = None
-        self._published: bool | None = None  # whether this rank's notice counts; None until the store has answered
+        self._notice: FaultNotice | None = None  # the failure that this rank knows of, which may be its own
+        self._published: bool | None = None  # whether that is the one on the store; None until the store has answered
+        self.fault: RankFailedError | None = None
         self._store_lost = False
         self._leaves = False  # knows of the failure, or leaves in order
-        # For how long others may show no sign of life before they count as dead, and why: for each thread that waits
-        # for what the watcher learns, and for those that have asked until a time.
-        self._asking: list[tuple[float, str]] = []
-        self._asked = 0.0, 0.0
-        self._urgent = True  # the first sign of life comes at once
+        self._hurries_until = 0.0  # while another thread waits for what the watcher learns
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="bytescheduler-fault-watch", daemon=True)
         self._thread.start()
@@ -191,32 +178,28 @@ class FaultBoard:
             all_came: Whether they have just met.
 
         Raises:
-            RankFailedError: If the store is gone, or a rank does not come back to train after a failure.
+            RankFailedError: If the store is gone.
         """
         shared = dist.distributed_c10d._get_default_store() if store is None else store
         connection, presence = connect_to_store(shared)
-        part = open_board(connection, presence, rank=rank, world_size=world_size)
-        return cls(part, rank=rank, world_size=world_size, presence=presence, all_came=all_came)
+        number = connection.add(f"boards/{rank}", 1)
+        # After a failure, in which a rank may have died, all that train again come at once.
+        again = connection.check([f"{number - 1}/fault"])
+        part = dist.PrefixStore(str(number), connection)
+        return cls(part, rank=rank, world_size=world_size, presence=presence, all_came=all_came or again)
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that share the board."""
-        return len(self._signs.others) + 1
+    def roll_call(self, own: Introduction, timeout: float, place: str = "") -> list[Introduction]:
+        """Introduce this rank to the others, and wait for theirs; see :func:`hold_roll_call`.
 
-    @property
-    def fault(self) -> RankFailedError | None:
-        """Another rank's failure, once it is known."""
-        return None if self._found is None else self._found[1]
-
-    def meeting_place(self, name: str = "") -> dist.Store:
-        """A part of the store for something that all ranks do once in this run, such as a roll call.
-
-        It shares the watcher's connection: for short requests that do not block.
+        It shares the watcher's connection, as its requests are short and do not block.
 
         Args:
-            name: Name of what they do. If left out, the number of the call, as all ranks run the same program.
+            own: This rank's introduction.
+            timeout: Longest wait for the others, in seconds.
+            place: Name of the point in the run. If left out, the number of the call, as all ranks run the same program.
         """
-        return dist.PrefixStore(f"meetings/{name or self._store.add(f'meetings/{self.rank}', 1)}", self._store)
+        store = dist.PrefixStore(f"meetings/{place or self._store.add(f'meetings/{self.rank}', 1)}", self._store)
+        return hold_roll_call(store, own, world_size=self.world_size, timeout=timeout, failure=self.no_hope)
 
     def all_reach(self, place: str, timeout: float) -> bool:
         """Wait until all ranks have come to the same point, each once in a run.
@@ -229,14 +212,7 @@ class FaultBoard:
             Whether they have.
         """
         with suppress(Exception):
-            hold_roll_call(
-                self.meeting_place(place),
-                Introduction(rank=self.rank, facts={}),
-                world_size=self.world_size,
-                timeout=timeout,
-                failure=self.no_hope,
-            )
-            return True
+            return bool(self.roll_call(Introduction(rank=self.rank, facts={}), timeout, place))
         return False
 
     def watch(self, watched: Watched, standing: Callable[[], Standing] | None = None) -> None:
@@ -244,7 +220,6 @@ class FaultBoard:
         with self._changed:
             self._watched.append(watched)
             self._standing = standing or self._standing
-            self._wake()
 
     def stands(self, standing: Callable[[], Standing]) -> None:
         """Tell the others where this rank stands, and find out whether all ranks wait for each other forever.
@@ -269,29 +244,34 @@ class FaultBoard:
     @property
     def hopeless(self) -> bool:
         """Whether the other ranks will not answer any more: one has failed, or the store is gone."""
-        return self._found is not None or self._outgoing is not None or self._store_lost
+        return self._notice is not None or self._store_lost
 
     def no_hope(self) -> BaseException | None:
         """Why the other ranks will not answer any more; ``None`` while they may.
 
-        Code that waits for them calls this again and again. Then the board's thread looks at them, and a rank that has
-        shown no sign of life for long has failed.
+        Code that waits for them calls this again and again. A rank that has shown no sign of life for long has failed.
         """
-        if self.fault is not None:
-            return self.fault
-        if self.hopeless:
-            return self.diagnose(RuntimeError("c10d: the store is gone"))
         self.look_after_others(2 * NATIVE_S)
-        return None
+        if self.fault is None and self.hopeless:
+            return self.diagnose(RuntimeError("c10d: the store is gone"))
+        return self.fault
 
-    def look_after_others(self, silence: float, *, seconds: float = _ASKED_S) -> None:
-        """Have the board's thread look at the other ranks for a while, and take those for dead that are silent.
+    def look_after_others(self, silence: float, broken: str = "") -> None:
+        """Take those ranks for dead that have shown no sign of life.
 
         Args:
-            silence: How long they must have shown no sign of life, in seconds. What was asked last counts.
-            seconds: For how long it looks.
+            silence: For so long, in seconds; it counts if it is more than five beats.
+            broken: What has broken here, in words; then also those that never gave a sign of life.
         """
-        self._asked = silence, time.monotonic() + seconds
+        with self._changed:
+            known = self._signs.standings()
+            dead = [one for one in self._signs.silent(silence) if broken or self._all_came or one in known]
+            if not dead or self.hopeless:
+                return
+            others = f" (nor do ranks {', '.join(map(str, dead[1:]))})" if dead[1:] else ""
+            told = f"by the last signs of life, four in a second, {whereabouts(known)}" if known else ""
+            said = [f"it shows no sign of life{others}", broken, told]
+            self._learn(RankFailedError(dead[0], "; ".join(filter(None, said))))
 
     def take_over(self) -> None:
         """Note that the training thread is back with a failure, and will end by itself."""
@@ -318,10 +298,10 @@ class FaultBoard:
             Whether this rank's failure is now the published one; ``False`` if another was first.
         """
         deadline = time.monotonic() + _LINGER_S
-        with self._looking():
-            if self._found is None:
-                self._post(error, orderly=orderly)
-            while self._outgoing is not None and self._published is None and self._within(deadline):
+        with self._changed:
+            if self._notice is None:
+                self._learn(error, orderly=orderly)
+            while self._published is None and self._within(deadline):
                 pass
             while self._published and not orderly and self._present() and self._within(deadline):
                 pass
@@ -335,17 +315,15 @@ class FaultBoard:
                 once.
             timeout: See :meth:`diagnose`.
         """
-        late = isinstance(error, SchedulerTimeoutError) or (is_communication_error(error) and is_timeout(error))
-        if not late:
-            return self.diagnose(error, timeout) if is_communication_error(error) else error
-        if _WHERE in str(error):
+        broken = is_communication_error(error)
+        late = isinstance(error, SchedulerTimeoutError) or (broken and is_timeout(error))
+        if _WHERE in str(error) or not (late or broken):
             return error
-        # A rank may have vanished without breaking a connection.
-        found = self.diagnose(error, silence=NATIVE_S)
-        if found is not error:
+        # Where it is only late, a rank may have vanished without breaking a connection.
+        found = self.diagnose(error, timeout, silence=NATIVE_S / 4 if late else 0.0)
+        if found is not error or not late:
             return found
-        with self._changed:
-            where = whereabouts(self._signs.standings()) or "no rank answers"
+        where = whereabouts(self._signs.standings()) or "no rank answers"
         located = SchedulerTimeoutError(f"{brief(error)} {_WHERE} {where}. The strategy's timeout allows more.")
         located.__cause__ = error
         return located
@@ -364,17 +342,16 @@ class FaultBoard:
         """
         if isinstance(error, RankFailedError):
             return error
-        period, asked_at, known_at = self._signs.period, time.monotonic(), math.inf
+        asked_at, period = time.monotonic(), self._signs.period
         deadline = asked_at + max(timeout, 8 * period, silence + 3 * period)
         broken = f"this broke here: {brief(error) or type(error).__name__}"
-        with self._looking(silence, broken):
+        with self._changed:
             while self.fault is None and self._within(deadline):
-                if self._signs.looked_at > asked_at:
-                    known_at = min(known_at, self._signs.looked_at)
-                if silence and len(self._signs.live(known_at)) == len(self._signs.others):
+                self.look_after_others(silence, broken)
+                if silence and len(self._signs.live(asked_at + period)) == self.world_size - 1:
                     break
             if self.fault is None and self._store_lost:
-                self._learn(FaultNotice.of(store_gone(broken), by=self.rank))
+                self._learn(store_gone(broken))
             if self.fault is None:
                 return error
             self.fault.__cause__ = error
@@ -395,78 +372,43 @@ class FaultBoard:
         if not self._thread.is_alive():
             return True  # also in a forked child: thread and connection are its parent's
         self._watchdog.disarm()
-        asked_at, hosts_store = time.monotonic(), self.rank == 0 and not agent_keeps_store()
-        with self._looking():
+        deadline, hosts_store = time.monotonic() + timeout, self.rank == 0 and not agent_keeps_store()
+        with self._changed:
             self._leaves = True
-            while hosts_store and self._present() and self._within(asked_at + timeout):
-                # A rank may have been silent when it was last looked at, long ago.
-                if self._signs.looked_at > asked_at and not self._present().difference(self._signs.silent()):
-                    break
+            while hosts_store and self._within(deadline) and self._present():
+                pass
             self._closing = True
-            self._wake()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_STOP_S)
+            self._changed.notify_all()
+        self._thread.join(_STOP_S)
         atexit.unregister(self.close)
         return not self._thread.is_alive()
 
     # ------------------------------------------------------------------ under the condition
 
     def _present(self) -> set[int]:
-        """The other ranks that have not left."""
-        return set(self._signs.others).difference(self._signs.left)
-
-    def _wake(self) -> None:
-        self._urgent = True
-        self._changed.notify_all()
-
-    @contextmanager
-    def _looking(self, silence: float = math.inf, broken: str = "") -> Iterator[None]:
-        """Make the thread look at the others often while the caller waits for what it learns. Under the condition.
-
-        Args:
-            silence: How long others must have shown no sign of life to count as dead.
-            broken: What has broken here, in words; then also those that never gave a sign of life.
-        """
-        with self._changed:
-            self._asking.append((silence, broken))
-            self._wake()
-            try:
-                yield
-            finally:
-                self._asking.remove((silence, broken))
+        """The other ranks that live and have not left."""
+        return set(self._signs.others).difference(self._signs.left, self._signs.silent())
 
     def _within(self, deadline: float) -> bool:
-        """Wait for the thread's next round; ``False`` if that is too late, or no round will come."""
-        left = deadline - time.monotonic()
-        if left <= 0 or self._store_lost or self._closing or not self._thread.is_alive():
+        """Wait for the thread's next round, which comes soon; ``False`` if that is too late, or no round will come."""
+        now = time.monotonic()
+        if now >= deadline or self._store_lost or self._closing or not self._thread.is_alive():
             return False
-        self._changed.wait(min(left, self._signs.period))
+        if now > self._hurries_until:
+            self._changed.notify_all()
+        self._hurries_until = now + _LOOK_S
+        self._changed.wait(min(deadline - now, self._signs.period))
         return True
 
-    def _post(self, error: BaseException, *, orderly: bool = False) -> None:
-        """Have ``error`` published, unless a failure has been published before."""
-        if self._outgoing is None:
+    def _learn(self, found: BaseException | FaultNotice, *, orderly: bool = False) -> None:
+        """Note the first failure that this rank knows of: its own, another rank's that it has found, or a notice."""
+        if not isinstance(found, FaultNotice):
             step = self._watched[0].steps_handed_over() if self._watched else None
-            self._outgoing = FaultNotice.of(error, by=self.rank, orderly=orderly, step=step)
-            self._wake()
-
-    def _learn(self, notice: FaultNotice) -> None:
-        if self._found is None:
-            self._found = notice, notice.as_error()
-            log.log(logging.INFO if notice.orderly else logging.ERROR, "[rank %d] %s", self.rank, self.fault)
-            self._wake()
-
-    def _find(self, failure: RankFailedError) -> None:
-        """Note and publish another rank's failure, which that rank does not publish itself."""
-        self._learn(FaultNotice.of(failure, by=self.rank))
-        self._post(failure)
-
-    def _bury(self, silent: Sequence[int], broken: str) -> None:
-        """Tell all that ranks are dead."""
-        last = explain_death(self._signs.standings())
-        others = f" (nor do ranks {', '.join(map(str, silent[1:]))})" if silent[1:] else ""
-        cause = f"it shows no sign of life{others}{broken and '; '}{broken}{last and '. '}{last}"
-        self._find(RankFailedError(silent[0], cause))
+            found = FaultNotice.of(found, by=self.rank, orderly=orderly, step=step)
+        self._notice = found
+        if (found.rank, found.by) != (self.rank, self.rank):
+            self.fault = found.as_error()
+            log.log(logging.INFO if found.orderly else logging.ERROR, "[rank %d] %s", self.rank, self.fault)
 
     # ------------------------------------------------------------------ the thread
 
@@ -474,101 +416,84 @@ class FaultBoard:
         left = False  # has told that it leaves
         while True:
             with self._changed:
-                if not self._urgent:
-                    self._changed.wait(self._signs.period / (_HURRIES if self._asking else 1))
-                self._urgent = False
-                closing, leaves, asking = self._closing, self._leaves, list(self._asking)
-            if not self._store_lost and (asking or not left):
-                left = self._talk(leaves, asking)
+                closing, leaves, hurries = self._closing, self._leaves, time.monotonic() < self._hurries_until
+            if not self._store_lost and (hurries or not left):
+                left = self._talk(leaves, hurries)
             self._react()
             with self._changed:
                 self._changed.notify_all()
-            if closing:
-                self._presence.close()
-                return
+                if closing:
+                    break
+                self._changed.wait(self._signs.period / (_HURRIES if hurries else 1))
+        self._presence.close()
 
-    def _talk(self, leaves: bool, asking: list[tuple[float, str]]) -> bool:
+    def _talk(self, leaves: bool, hurries: bool) -> bool:
         """Talk to the store; returns whether it was told that this rank leaves."""
-        silence, until = self._asked
-        wanted = time.monotonic() < until
         try:
             if self._presence.gone():
                 raise ConnectionError("The host of the rendezvous store has ended.")
             for request in self._requests:
                 request.look()
-            notice = self._exchange_notices()
+            self._exchange_notices()
             self._signs.give(self._stand(), left=leaves)
-            standstill = self._signs.watch(wanted=wanted, examine=bool(asking))
+            if hurries or time.monotonic() >= self._signs.looked_at + self._look_every:
+                self._signs.look()
         except (RuntimeError, ConnectionError):
             # At an orderly end rank 0 may leave first and take the store with it, so a lost store alone is no failure.
             self._store_lost = True
             log.debug("the rendezvous store cannot be reached", exc_info=True)
             return False
-        silence, broken = min([*asking, (silence, "")] if wanted else asking, default=(_VANISHED * NATIVE_S, ""))
-        dead = self._signs.silent(silence)
-        if not broken and not self._all_came:
-            dead = [rank for rank in dead if rank in self._signs.standings()]
         with self._changed:
-            if notice is not None:
-                self._learn(notice)
-            elif standstill is not None and not self.hopeless:
-                self._find(RanksDivergedError(standstill))
-            elif dead and not self.hopeless:
-                self._bury(dead, broken)
+            standstill = self._signs.standstill()
+            if standstill is not None and not self.hopeless:
+                self._learn(RanksDivergedError(standstill))
+        self.look_after_others(_VANISHED * NATIVE_S)
         return leaves
 
     def _stand(self) -> Standing:
         """Where this rank stands; after a failure, where it stood before."""
         if self.hopeless:
             return self._signs.own
-        try:
+        standing = Standing()
+        with suppress(Exception):  # read while the training thread changes it
             standing = self._standing()
-        except Exception:  # read while the training thread changes it
-            log.debug("it is not known where this rank stands", exc_info=True)
-            return Standing()  # what was told before may not hold any more
-        wait = None if standing.ended else wait_of(self._watchdog.thread)
-        return standing if wait is None else replace(standing, **wait._asdict(), awaited_step=0)
+        wait = "" if standing.ended else wait_of(self._watchdog.thread)
+        return replace(standing, collective=wait, awaited_step=0) if wait else standing
 
-    def _exchange_notices(self) -> FaultNotice | None:
-        """Publish this rank's notice, if it has one, and return another rank's."""
-        if self._outgoing is not None and self._published is None:
-            own = self._outgoing.encode()
-            answer = self._store.compare_set("fault", "", own)
-            self._published = answer.decode() == own
-            return None if self._published else FaultNotice.decode(answer)
-        if self._found is None and not self._published and self._store.check(["fault"]):
-            return FaultNotice.decode(self._store.get("fault"))
-        return None
+    def _exchange_notices(self) -> None:
+        """Publish what this rank knows of, or learn what another one has published."""
+        own = self._notice
+        if self._published is not None or (own is None and not self._store.check(["fault"])):
+            return
+        answer = self._store.get("fault") if own is None else self._store.compare_set("fault", "", own.encode())
+        with self._changed:
+            published = FaultNotice.decode(answer)
+            self._published = published == own
+            if not self._published and self.fault is None:
+                self._learn(published)
 
     def _react(self) -> None:
         """Publish what has stopped this rank's scheduler, or stop it because of another rank."""
         with self._changed:
             for error in [] if self.hopeless else [one.own_failure() for one in self._watched]:
                 if error is not None and not is_communication_error(error):  # the others are being diagnosed
-                    self._post(error)
+                    self._learn(error)
                     self._watchdog.arm(f"Rank {self.rank} failed: {error}")
-            stops = self._found is not None and not self._found[0].orderly
-            watched = [*reversed(self._watched)] if stops else []  # the first one may wait a moment for messages
-            found, leaves = self._found, self._leaves
-        if stops and found is not None:
-            notice, fault = found
+                    break
+            notice, fault, leaves, watched = self._notice, self.fault, self._leaves, self._watched[::-1]
+        if notice is not None and fault is not None and not notice.orderly:
             self._watchdog.arm(str(fault))
-            if notice.diverged and not leaves and wait_of(self._watchdog.thread) is not None:
+            if notice.diverged and not leaves and wait_of(self._watchdog.thread):
                 # No other rank will come, and gloo has no other way to call a collective off.
-                group = dist.group.WORLD
                 with suppress(Exception):
-                    if group is not None:
-                        break_connections(group)
-            for one in watched:
+                    break_connections(dist.distributed_c10d._get_default_group())
+            for one in watched:  # the first one comes last, as it may wait a moment for messages
                 try:
                     one.rank_failed(fault, notice.step)
                 except Exception:
                     log.exception("The scheduler could not be stopped.")
-            with self._changed:
-                self._watched = [one for one in self._watched if one not in watched]
-                if not leaves:
-                    self._leaves = True
-                    self._wake()
+                self.unwatch(one)
+            self._leaves = True
         self._watchdog.check()
 
 
@@ -590,26 +515,21 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
     with ExitStack() as opened:
         board = FaultBoard.open(rank=rank, world_size=world_size, store=store, all_came=True)
         opened.callback(board.close)
-        if rank < 2:  # rank 0 for all, and rank 1 in case rank 0 has died
-            board.look_after_others(NATIVE_S, seconds=math.inf)
         if rank == 0:
-            hint = threading.Timer(_CONNECTING_S, log.warning, [connection_hint(world_size, host, port)])
+            met = f"bytescheduler: all {world_size} ranks have met at {host}:{port}, and are still connecting."
+            hint = threading.Timer(_CONNECTING_S, log.warning, [f"{met} {INTERFACE}"])
             hint.name, hint.daemon = "bytescheduler-connecting", True
             hint.start()
-            opened.callback(hint.join, _STOP_S)
             opened.callback(hint.cancel)
         try:
             yield board
             if board.fault is not None:
                 raise board.fault
         except Exception as error:
-            cause: BaseException = explain_connection(error, rank, host, port)
             # A rank that has died cannot be connected to either.
-            if cause is not error or is_communication_error(error):
-                found = board.diagnose(error, silence=NATIVE_S / 4)
-                cause = cause if found is error else found
-            if not board.publish(cause) and board.fault is not None and not isinstance(error, ByteSchedulerError):
-                cause = board.fault
+            found = board.explain(error)
+            cause = explain_connection(error, rank, host, port) if found is error else found
+            board.publish(cause)
             if cause is error:
                 raise
             raise cause from error

@@ -97,11 +97,9 @@ def brief(error: BaseException) -> str:
 
 def is_communication_error(error: BaseException) -> bool:
     """Whether torch raised ``error`` because a collective or the store failed."""
-    if isinstance(error, ByteSchedulerError):
+    if not isinstance(error, RuntimeError) or isinstance(error, ByteSchedulerError):
         return False
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error)) is not None
-    )
+    return isinstance(error, dist.DistError) or _COMMUNICATION.search(str(error)) is not None
 
 
 def is_timeout(error: BaseException) -> bool:

@@ -22,7 +22,9 @@ the thread was.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import math
 import os
 import sys
 import threading
@@ -57,80 +59,65 @@ class Watchdog:
     """
 
     def __init__(self, patience: float = _PATIENCE_S, end: Callable[[int], object] = os._exit) -> None:
-        self._patience = patience
+        self._patience = patience  # endless while the process is not to be ended
         self._end = end
         self.thread = threading.get_ident()
-        self._why: str | None = None
+        self._why = ""
         self._since = 0.0
-        self._suspended = False
-        self._disarmed = False
 
     def arm(self, why: str) -> None:
         """Note that training is over, because of ``why``; the thread should come back from where it is."""
-        if self._why is None:
-            self._since = time.monotonic()
-            self._why = why
+        if not self._why:
+            self._why, self._since = why, time.monotonic()
 
     def disarm(self) -> None:
         """Note that the thread is back; its process will not be ended."""
-        self._disarmed = True
+        self._patience = math.inf
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Do not end the process within this context; the patience starts anew afterwards. For the watched thread."""
-        self._suspended = True
+        patience, self._patience = self._patience, math.inf
         try:
             yield
         finally:
-            self._since = time.monotonic()
-            self._suspended = False
+            self._since, self._patience = time.monotonic(), patience
 
     def check(self) -> None:
         """End the process if the time has come. Another thread calls it regularly."""
-        if self._why is None or self._disarmed or self._suspended or time.monotonic() < self._since + self._patience:
+        patience = self._patience
+        if not self._why or time.monotonic() < self._since + patience:
             return
-        self._disarmed = True
-        # On a thread of its own: the stuck thread may hold the lock of a stream that is not read, and asking for frames
-        # may collect garbage, whose destructors may wait forever. See CPython issue 106883.
-        reporter = threading.Thread(target=self._report, name="bytescheduler-last-words", daemon=True)
-        reporter.start()
-        reporter.join(_LAST_WORDS_S)
-        self._end(1)
-
-    def _report(self) -> None:
-        frame = sys._current_frames().get(self.thread)
-        log.critical(
-            "%s. The training thread did not come back within %g s, so its process is ended. It was at:\n%s",
-            (self._why or "").rstrip("."), self._patience, "".join(traceback.format_stack(frame)) if frame else "",
-        )  # fmt: skip
+        self.disarm()
+        # Ends the process in any case: the stuck thread may hold the lock of a stream that is not read, and asking for
+        # frames may collect garbage, whose destructors may wait forever. See CPython issue 106883.
+        faulthandler.dump_traceback_later(_LAST_WORDS_S, exit=True, file=2)
+        late = f"The training thread did not come back within {patience:g} s, so its process is ended. It was at:"
+        stack = "".join(traceback.format_stack(sys._current_frames().get(self.thread)))
+        log.critical("%s. %s\n%s", self._why.rstrip("."), late, stack)
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # closed, or replaced by an object that cannot
                 stream.flush()
+        self._end(1)
 
 
-_EVEN = (
-    "Give each as many: leave "
-    "Trainer(use_distributed_sampler=True), use a sampler that pads or drops, such as DistributedSampler(dataset, "
-    "drop_last=True), or SliceDataModule for data without a length, or bound all with Trainer(limit_train_batches=N)."
+_WAY_OUT = (
+    "All ranks have to take the same steps and call the same collectives in the same order. If they have different "
+    "numbers of batches, give each as many: leave Trainer(use_distributed_sampler=True), use a sampler that pads or "
+    "drops, such as DistributedSampler(dataset, drop_last=True), or SliceDataModule for data without a length, or "
+    "bound all with Trainer(limit_train_batches=N). If one stops by itself, as by trainer.should_stop or max_time, "
+    "stop all at the same step, as trainer.strategy.reduce_boolean_decision(stop, all=False) decides. Otherwise look "
+    "for what one rank alone does or skips, such as self.log(sync_dist=True), self.all_gather or a barrier under a "
+    "condition. Layers that one rank uses and another one does not need find_unused_parameters=True."
 )
-_STOPPED = (
-    " A rank that leaves the fit within an epoch was stopped by itself, as by trainer.should_stop or max_time: let all "
-    "stop at the same step, as trainer.strategy.reduce_boolean_decision(stop, all=False) decides."
-)
-_ALIKE = (
-    "All ranks have to take the same steps and call the same collectives in the same order: look for what one rank "
-    "alone does or skips, such as self.log(sync_dist=True), self.all_gather or a barrier under a condition. Layers "
-    "that one rank uses and another one does not need find_unused_parameters=True."
-)
+BATCH = "a batch"
+"""What a rank waits in until the others have begun its latest batch, too, and not on the default group."""
 _UNUSED_NUMBER = 2**30  # no message uses it
 
 PERIOD_S = 0.25
 """Seconds between two signs of life."""
-_CURIOUS_S = 1.0  # of waiting, before it looks at the others
 _CERTAIN_S = 3.0  # how long ranks must have stayed where they are
 _BEATS_MISSED = 5
-_FRESH_BEATS = 8
-_LOOK_S = 0.5
 _STALL_S = 5.0  # after so long a time without a look, silence since the last look proves nothing
 
 
@@ -143,14 +130,9 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
         launched: Collectives that it has begun on the default group.
         awaited_step: The step whose gradients its training thread waits for; 0 for none.
         collective: The collective that its training thread is in; on the default group, the one with the number
-            ``launched``.
-        begins_batch: Whether it waits there until the others have begun its last batch, too, and not on the default
-            group.
+            ``launched``. Or :data:`BATCH`.
         ended: Whether it has left the fit.
         batches: Batches that it has begun in this fit.
-        epoch: The epoch it is in, or was in last.
-        epoch_batches: Batches that it has begun in that epoch.
-        is_last: Whether the last of these is the epoch's last.
         expected: How many batches its epochs have; 0 if unknown.
     """
 
@@ -159,12 +141,8 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
     launched: int = 0
     awaited_step: int = 0
     collective: str = ""
-    begins_batch: bool = False
     ended: bool = False
     batches: int = 0
-    epoch: int = 0
-    epoch_batches: int = 0
-    is_last: bool = False
     expected: int = 0
 
     @property
@@ -176,45 +154,27 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
         """Whether the other rank has not come to what this one waits for."""
         if self.awaited_step:
             return other.steps < self.awaited_step
-        if self.begins_batch:
+        if self.collective == BATCH:
             return other.batches < self.batches
         if not self.collective or other.ended:  # after the fit, that one may call it, too
             return False
-        met = other.launched == self.launched and other.collective and not other.begins_batch
-        return other.launched < self.launched or bool(met and other.collective != self.collective)
+        meets_another = other.launched == self.launched and other.collective not in ("", BATCH, self.collective)
+        return other.launched < self.launched or meets_another
 
     def describe(self) -> str:
         """The place in words."""
-        expected = f" of {self.expected}" if self.expected else ""
+        batches = f"{self.batches} batches" + (f", {self.expected} in each epoch" if self.expected else "")
         if self.ended:
-            return f"has ended the fit after {self.batches} batches, {self.epoch_batches} of epoch {self.epoch}"
+            return f"has ended the fit after {batches}"
         waits = ""
         if self.awaited_step:
             waits = f", waits for the gradients of step {self.awaited_step}"
-        elif self.begins_batch:
-            waits = f", waits for the others to begin its batch {self.epoch_batches}{expected} of epoch {self.epoch}"
+        elif self.collective == BATCH:
+            waits = ", waits for the others to begin this batch"
         elif self.collective:
             waits = f", waits in {self.collective}, collective {self.launched} of the default group"
-        batches = (
-            f" (has begun {self.epoch_batches}{expected} batches of epoch {self.epoch}, {self.batches} in all, and "
-            f"handed over {self.steps} gradients)"
-        )
-        return f"is {self.place or 'in setup'}{waits}{batches if self.batches else ''}"
-
-
-def explain_death(standings: Mapping[int, Standing]) -> str:
-    """Say where ranks stood before one of them died, and name uneven data if it may be the reason; else nothing.
-
-    Gloo ends the process when two different collectives meet, so neither rank can report it.
-
-    Args:
-        standings: What each rank told last.
-    """
-    standings = {rank: standing for rank, standing in standings.items() if standing.place}
-    if not standings:
-        return ""
-    where = f"By the last signs of life, four in a second, {whereabouts(standings)}."
-    return f"{where} {_EVEN}" if _uneven(standings) else where
+        begun = f" (has begun {batches}, and handed over {self.steps} gradients)" if self.batches else ""
+        return f"is {self.place or 'in setup'}{waits}{begun}"
 
 
 def find_standstill(standings: Mapping[int, Standing]) -> str | None:
@@ -232,7 +192,7 @@ def find_standstill(standings: Mapping[int, Standing]) -> str | None:
     all_wait = all(standing.ended or standing.waits for standing in standings.values())
     for one, other in pairs:
         if one.waits_for(other) and (other.ended or (all_wait and other.waits_for(one))):
-            return _explain(standings)
+            return f"The ranks wait for each other in different places: {whereabouts(standings)}. {_WAY_OUT}"
     return None
 
 
@@ -243,57 +203,28 @@ def whereabouts(standings: Mapping[int, Standing]) -> str:
     return "; ".join(f"rank {rank} {standing.describe()}" for rank, standing in shown) + more
 
 
-def _explain(standings: Mapping[int, Standing]) -> str:
-    if not _uneven(standings):
-        return f"The ranks wait for each other in different places: {whereabouts(standings)}. {_ALIKE}"
-    stopped = any(one.ended and 0 < one.epoch_batches < one.expected for one in standings.values())
-    return (
-        f"The ranks have different numbers of batches, and wait for each other: {whereabouts(standings)}. {_EVEN}"
-        f"{_STOPPED if stopped else ''}"
-    )
-
-
-def _uneven(standings: Mapping[int, Standing]) -> bool:
-    """Whether a rank is seen to have fewer batches than another one."""
-    return any(
-        0 < one.expected < other.expected
-        or (one.batches < other.batches and (one.ended or (one.is_last and one.epoch == other.epoch)))
-        for one, other in permutations(standings.values(), 2)
-    )
-
-
-class Wait(NamedTuple):
-    """What a thread waits for; see :class:`Standing`."""
-
-    collective: str
-    begins_batch: bool = False
-
-
-_waits: dict[int, Wait] = {}  # by thread identifier
+_waits: dict[int, str] = {}  # by thread identifier
 
 
 @contextmanager
-def waiting(collective: str, *, begins_batch: bool = False) -> Iterator[None]:
+def waiting(collective: str) -> Iterator[None]:
     """Note that this thread waits for the other ranks within this context; see :class:`Standing`."""
     thread = threading.get_ident()
-    before = _waits.get(thread)
-    _waits[thread] = Wait(collective, begins_batch)
+    before = wait_of(thread)
+    _waits[thread] = collective
     try:
         yield
     finally:
-        if before is None:
-            del _waits[thread]
-        else:
-            _waits[thread] = before
+        _waits[thread] = before
 
 
-def wait_of(thread: int) -> Wait | None:
-    """What a thread has said that it waits for.
+def wait_of(thread: int) -> str:
+    """What a thread has said that it waits in; empty if it does not wait.
 
     Args:
         thread: Its identifier, as of :func:`threading.get_ident`.
     """
-    return _waits.get(thread)
+    return _waits.get(thread, "")
 
 
 def break_connections(group: dist.ProcessGroup) -> None:
@@ -356,8 +287,6 @@ class VitalSigns:
         self._rank = rank
         self.others = others
         self.period = period
-        # Spares the store's host when there are many ranks.
-        self._every = min(max(_LOOK_S, len(others) / 64), _STALL_S / 2)
         self._told = _Seen(Sign(), 0.0, 0.0)
         self._came: list[int] = []  # the others that have given a sign
         self._seen: dict[int, _Seen] = {}
@@ -369,27 +298,10 @@ class VitalSigns:
         self._told = self._told.then(sign, time.monotonic())
         self._store.set(f"signs/{self._rank}", sign.encode())
 
-    def watch(self, *, wanted: bool = False, examine: bool = False) -> str | None:
-        """Look at the others if this rank has waited for a while.
-
-        Args:
-            wanted: Look now and then, even if it does not wait.
-            examine: Look at once.
-
-        Returns:
-            How the ranks wait for each other forever, if they do; see :func:`find_standstill`.
-        """
-        now = time.monotonic()
-        waits = self.own.waits and now >= self._told.still_since + _CURIOUS_S
-        if not examine and not ((waits or wanted) and now >= self.looked_at + self._every):
-            return None
-        self.look()
-        return self._standstill(now) if waits else None
-
     def look(self, others: Sequence[int] | None = None) -> None:
         """Look at the others now; at ``others`` from now on, if given."""
         now, self.others = time.monotonic(), self.others if others is None else others
-        if now > self.looked_at + _STALL_S:
+        if now > self.looked_at + max(_STALL_S, len(self.others) / 4):
             self._seen = {}  # all may have been stopped together, and this one be the first to go on
         keys = {rank: f"signs/{rank}" for rank in self.others}
         self._came += [rank for rank in self.others if rank not in self._came and self._store.check([keys[rank]])]
@@ -415,28 +327,22 @@ class VitalSigns:
         Those that have left do not count. The one that was silent first is the first.
         """
         patience = max(_BEATS_MISSED * self.period, at_least)
-        silent = [
-            rank
-            for rank, seen in self._seen.items()
-            if not seen.sign.left and self.looked_at - seen.alive_at > patience
-        ]
-        return sorted(silent, key=lambda rank: self._seen[rank].alive_at)
+        seen_at = {rank: seen.alive_at for rank, seen in self._seen.items() if not seen.sign.left}
+        return sorted((rank for rank in seen_at if self.looked_at - seen_at[rank] > patience), key=seen_at.__getitem__)
 
     def live(self, since: float) -> list[int]:
         """Those that have shown a sign of life since then, or have left."""
-        seen = self._seen.items()
-        return [rank for rank, one in seen if one.sign.left or (one.sign.beat and one.alive_at > since)]
+        return [rank for rank, one in self._seen.items() if one.sign.left or (one.sign.beat and one.alive_at > since)]
 
     def standings(self) -> dict[int, Standing]:
         """Where all ranks last said that they stand; empty if no other rank's place is known."""
         found = {rank: seen.sign.standing for rank, seen in self._seen.items() if seen.sign.beat}
         return {**found, self._rank: self.own} if found else {}
 
-    def _standstill(self, now: float) -> str | None:
-        if not all(seen.sign.beat for seen in self._seen.values()):
-            return None  # a rank is not there yet
-        fresh = _FRESH_BEATS * self.period
-        if any(now > seen.alive_at + fresh for seen in self._seen.values() if not seen.sign.standing.ended):
-            return None  # what was told may be out of date
-        same_since = max(seen.still_since for seen in (self._told, *self._seen.values()))
-        return find_standstill(self.standings()) if now >= same_since + _CERTAIN_S else None
+    def standstill(self) -> str | None:
+        """How the ranks wait for each other forever, if this one waits, too, and all have for a while."""
+        seen = [self._told, *self._seen.values()]
+        same_since = max(one.still_since for one in seen)
+        if not self.own.waits or time.monotonic() < same_since + _CERTAIN_S or self.silent():
+            return None
+        return find_standstill(self.standings()) if all(one.sign.beat for one in seen) else None
