@@ -135,6 +135,22 @@ def test_the_published_tuners_root_is_ignored_with_a_notice(caplog: pytest.LogCa
     assert "BYTESCHEDULER_ROOT_IP, BYTESCHEDULER_ROOT_PORT ignored" in line
 
 
+def test_a_fit_after_one_with_debug_logs_as_before() -> None:
+    logger, sizes = (
+        logging.getLogger("lightning_bytescheduler"),
+        SchedulerSizes(partition_size=10, credit=20, bucket_bytes=80),
+    )
+    before, handlers = logger.level, list(logger.handlers)
+    try:
+        for debug in (True, True, False):
+            announce(SchedulerOptions(debug=debug), AgreedSizes(sizes=sizes, link=None))
+            assert (logger.level == logging.DEBUG) == debug
+        assert logger.level == before
+    finally:
+        logger.setLevel(before)
+        logger.handlers[:] = handlers
+
+
 def test_what_was_decided_is_known_when_a_script_has_destroyed_its_groups() -> None:
     tuning = FitTuning(SchedulerOptions(), timeout=None)
     tuning._in_force = Mock()  # as on a rank that decides nothing

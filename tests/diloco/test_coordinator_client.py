@@ -122,6 +122,20 @@ def test_a_coordinator_without_tls_is_said_to_have_none() -> None:
     assert "http://" in str(worker.error)
 
 
+@pytest.mark.parametrize("status", ["200 OK", "302 Found", "404 Not Found"])
+def test_another_web_server_is_told_from_a_coordinator(status: str) -> None:
+    """At once, not at the timeout."""
+    with answering(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode()) as address:
+        worker = Worker(f"http://{address}")
+        try:
+            assert worker.ended.wait(60)
+        finally:
+            worker.client.stop(5)
+    assert isinstance(worker.error, CoordinatorError)
+    assert f"What answers at http://{address} is no coordinator" in str(worker.error)
+    assert f"status {status[:3]} at {WORKER_PATH}, as another web server does" in str(worker.error)
+
+
 def test_a_worker_that_finds_none_says_so_once_and_goes_on_trying(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

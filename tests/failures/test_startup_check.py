@@ -263,10 +263,10 @@ def test_a_master_address_that_is_no_name_is_named(monkeypatch: pytest.MonkeyPat
 def test_what_to_look_at_is_said_where_connecting_takes_long(
     hangs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(board, "_CONNECTING_S", 0.0 if hangs else 600.0)
+    monkeypatch.setattr(board, "_LATER_S", 0.0 if hangs else 600.0)
 
     def hints() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "bytescheduler-connecting"]
+        return [thread for thread in threading.enumerate() if thread.name == "bytescheduler-late-word"]
 
     with caplog.at_level(logging.WARNING), connected(dist.HashStore(), "10.0.0.1", 29500, rank=0, world_size=1):
         started = hints()

@@ -56,7 +56,7 @@ def test_a_store_that_is_gone_is_an_error_at_once(monkeypatch: pytest.MonkeyPatc
     def refuse(*_: object) -> StorePresence:
         raise ConnectionRefusedError("refused")
 
-    monkeypatch.setattr(store_module, "StorePresence", lambda *arguments: refuse() if arguments else None)
+    monkeypatch.setattr(store_module, "StorePresence", lambda *place: refuse() if place else StorePresence())
     with pytest.raises(
         RankFailedError,
         match=r"^Rank 0 failed: its process is gone, and the rendezvous store with it; this broke here: refused",

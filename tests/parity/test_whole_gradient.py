@@ -137,7 +137,21 @@ def test_parameters_the_optimizer_does_not_have(two_ranks: RankPool) -> None:
     ddp, ours = train_on(two_ranks, recipe, DDP, Run())
     assert_same(ddp, ours)
     assert ours[0].plan is not None
-    assert any("not the optimizer's" in why for why in ours[0].plan.waits)
+    assert any("parameters that it does not have" in why for why in ours[0].plan.waits)
+
+
+class Drops(Tower):
+    """Whose first layer does not learn, as its gradient is dropped."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.first.weight.grad = None
+
+
+def test_a_gradient_that_is_dropped_is_said_to_be(two_ranks: RankPool) -> None:
+    ddp, ours = train_on(two_ranks, Recipe(model=Drops, trainer=NORM), DDP, Run())
+    assert_same(ddp, ours)
+    assert ours[0].plan is not None
+    assert any("others were dropped" in why for why in ours[0].plan.waits)
 
 
 class Freezes(Tower):

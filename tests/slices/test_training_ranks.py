@@ -95,6 +95,7 @@ def test_every_rank_refuses_other_slices(two_ranks: RankPool, tmp_path: Path) ->
     folders = [make_rows(tmp_path / str(rank), [4 + rank]) for rank in range(2)]
     errors = two_ranks.run(_refused, urls=folders)
     assert all("the same on every rank" in error for error in errors)
+    assert all(folder in errors[1] for folder in folders), "which one has what"
 
 
 def _refused(rank: int, urls: list[str]) -> str:

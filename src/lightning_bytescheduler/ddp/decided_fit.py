@@ -432,8 +432,11 @@ def _record_folder(trainer: pl.Trainer) -> str | None:
     return trainer.default_root_dir if given else None
 
 
+_levels: list[int] = []  # the level of the log before a fit with debug=True
+
+
 def announce(options: SchedulerOptions, agreed: AgreedSizes) -> None:
-    """Report what was ignored or clamped, and switch on the debug log."""
+    """Report what was ignored or clamped, and switch the debug log on, or off again."""
     sizes = agreed.sizes
     if options.partition_size and options.credit and options.partition_size > options.credit:
         rank_zero_warn(
@@ -445,11 +448,14 @@ def announce(options: SchedulerOptions, agreed: AgreedSizes) -> None:
             f"bytescheduler: {', '.join(options.ignored_variables)} ignored: ranks find each other through the "
             "process group."
         )
-    if options.debug:
-        logger = logging.getLogger("lightning_bytescheduler")
+    logger = logging.getLogger("lightning_bytescheduler")
+    if options.debug and not _levels:
+        _levels.append(logger.level)
         logger.setLevel(logging.DEBUG)
         if not logger.handlers:
             logger.addHandler(logging.StreamHandler())
+    elif _levels and not options.debug:
+        logger.setLevel(_levels.pop())
 
 
 @dataclass(frozen=True, kw_only=True)

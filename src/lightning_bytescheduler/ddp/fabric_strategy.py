@@ -83,8 +83,7 @@ class FabricFit(DecidedFit):
 
     def _stands(self) -> Standing:
         steps, place = self.progress.offered, self.progress.phase
-        counts: dict[str, Any] = dict.fromkeys(("steps", "batches", "epoch_batches"), steps)
-        return Standing(place=place, awaited_step=self.awaited_step, ended=self.ended, **counts)
+        return Standing(place=place, steps=steps, batches=steps, awaited_step=self.awaited_step, ended=self.ended)
 
     def wrap(self, module: nn.Module, device_ids: list[int] | None) -> ScheduledDataParallel:
         """Wrap the module with DDP, and hand its gradients to the scheduler."""

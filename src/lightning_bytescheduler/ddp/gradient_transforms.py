@@ -26,8 +26,8 @@ __all__ = ["ClipNorm", "StepTransforms", "Transforms", "clip_values"]
 
 
 _OTHERS = (
-    "there are gradients that are not the optimizer's, and it steps by the norm of its own (freezing their parameters "
-    "keeps the overlap)"
+    "the optimizer does not step with all gradients, and clips by the norm of its own: others were dropped "
+    "(gradient=None), or are of parameters that it does not have (freezing these keeps the overlap)"
 )
 
 

@@ -41,8 +41,8 @@ from lightning_bytescheduler.ddp.fit_report import OverlapPlan, SchedulerStatist
 from lightning_bytescheduler.ddp.sigterm import SigtermForAll, ends_by_sigterm
 from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.exceptions import RankFailedError, RanksDivergedError, SchedulerClosedError
-from lightning_bytescheduler.failures.board import FaultBoard, connected
-from lightning_bytescheduler.failures.messages import phrase
+from lightning_bytescheduler.failures.board import FaultBoard, connected, say_later
+from lightning_bytescheduler.failures.messages import is_communication_error, phrase
 from lightning_bytescheduler.failures.rendezvous import Introduction, Meeting, require_alike
 from lightning_bytescheduler.failures.standstill import Standing, waiting
 from lightning_bytescheduler.lightning_api import (
@@ -63,6 +63,7 @@ _T = TypeVar("_T")
 _TIMEOUT_S = 1800.0
 _NEXT = "what comes next"
 _OF_ONE_RANK = ("timeline", "debug", "ignored_variables")
+_ALL_CALL = "All ranks have to call it, outside of fit, too: trainer.save_checkpoint, for example, waits for all."
 _NOTHING: Mapping[str, str] = {}
 _ONE_CHECKPOINT = (
     "Have each rank resume from the same file: copy it to every machine, or use a folder that all of them share."
@@ -364,7 +365,7 @@ class JoinedRanks:
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """See DDPStrategy. After a failure it does not wait: saving a checkpoint on exception must not hang."""
         if not self._failed:
-            with self._explained(waits_in="barrier"):
+            with self._explained(waits_in=" ".join(("barrier", *map(str, args[:1])))):
                 super().barrier(*args, **kwargs)  # type: ignore[misc]
 
     def broadcast(self, obj: _T, src: int = 0) -> _T:
@@ -412,15 +413,22 @@ class JoinedRanks:
         Args:
             waits_in: The collective of the default group in the context; other ranks are told of it.
         """
+        alone = bool(waits_in) and self._board is None and dist.is_initialized()  # outside of a fit
+        late = say_later(f"rank {self.global_rank} waits in {waits_in}. {_ALL_CALL}") if alone else None
         try:
             with waiting(waits_in) if waits_in else nullcontext():
                 yield
         except Exception as error:
             cause = self._explain(error)
+            if alone and is_communication_error(error):
+                cause = RankFailedError(None, f"it has not come to {waits_in}. {_ALL_CALL} This broke here: {error}")
             if cause is error:
                 raise
             # DDP's reducer repeats its hook's error in its own message.
             raise cause from (None if str(cause) in str(error) else error)
+        finally:
+            if late is not None:
+                late.cancel()
 
     def _explain(self, error: BaseException) -> BaseException:
         if self.fit is not None:

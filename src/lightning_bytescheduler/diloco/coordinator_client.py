@@ -192,7 +192,6 @@ _SIGNS = 4  # signs of life in the time of a lease
 _FRAME_BYTES = 2**24
 _PIECE_BYTES = 2**20
 _REFUSED = (401, 403)
-_NO_COORDINATOR = (400, 404, 405, 426)
 _BUSY = (429, 502, 503, 504)
 
 
@@ -485,9 +484,10 @@ class CoordinatorClient:
                 f"{where} does not accept this worker's token, or the lack of one (status {status}). Put the token "
                 "into BYTESCHEDULER_COORDINATOR_TOKEN, or into a file: coordinator={'url': ..., 'token_file': FILE}."
             ) from None
-        if status in _NO_COORDINATOR and not self.first.done():
+        if status is not None and status < 500 and status not in _BUSY and not self.first.done():
             raise CoordinatorError(
-                f"{where} is unknown to this version: it answers with status {status} at {WORKER_PATH}."
+                f"What answers at {self._address.url} is no coordinator of this version: it says status {status} at "
+                f"{WORKER_PATH}, as another web server does. Give the address that the coordinator prints."
             ) from None
         for cause in _causes(error):
             if isinstance(cause, ssl.SSLCertVerificationError):

@@ -60,7 +60,7 @@ _LINGER_S = 2.0
 _GOODBYE_S = 5.0
 _STOP_S = 2.0
 _DIAGNOSE_S = 3.0
-_CONNECTING_S = 30.0  # until it is said what to look at
+_LATER_S = 30.0
 NATIVE_S = 20.0
 """Seconds for which a rank may show no sign of life, as it may be busy in native code."""
 _VANISHED = 6  # times NATIVE_S: after so long a silence a rank counts as dead, whatever the others do
@@ -497,6 +497,14 @@ class FaultBoard:
         self._watchdog.check()
 
 
+def say_later(text: str) -> threading.Timer:
+    """Warn of a wait in torch after half a minute, unless the returned timer is cancelled before."""
+    timer = threading.Timer(_LATER_S, log.warning, [f"bytescheduler: {text}"])
+    timer.name, timer.daemon = "bytescheduler-late-word", True
+    timer.start()
+    return timer
+
+
 @contextmanager
 def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size: int) -> Iterator[FaultBoard]:
     """Watch over this rank within the context, in which it connects to the others and may wait for them in torch.
@@ -516,11 +524,8 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
         board = FaultBoard.open(rank=rank, world_size=world_size, store=store, all_came=True)
         opened.callback(board.close)
         if rank == 0:
-            met = f"bytescheduler: all {world_size} ranks have met at {host}:{port}, and are still connecting."
-            hint = threading.Timer(_CONNECTING_S, log.warning, [f"{met} {INTERFACE}"])
-            hint.name, hint.daemon = "bytescheduler-connecting", True
-            hint.start()
-            opened.callback(hint.cancel)
+            met = f"all {world_size} ranks have met at {host}:{port}, and are still connecting."
+            opened.callback(say_later(f"{met} {INTERFACE}").cancel)
         try:
             yield board
             if board.fault is not None:

@@ -6,8 +6,7 @@ each of them waits for something that the other does only after its own wait. :f
 long wait alone proves nothing.
 
 :class:`VitalSigns` is for the fault board's thread. Four times a second a rank shows that it lives and where it stands.
-It looks at the others only when it has been waiting for a while itself, or when a thread asks why a collective failed.
-So a training that goes on costs the store nothing more.
+It reads what the others show once a second; the more ranks there are, the more seldom.
 
 Waits announce themselves (:func:`waiting`): those of this package, and the strategies' collectives that Lightning
 calls. A collective that a project calls itself, as with ``torch.distributed``, does not count as waiting. Then nothing
@@ -343,6 +342,6 @@ class VitalSigns:
         """How the ranks wait for each other forever, if this one waits, too, and all have for a while."""
         seen = [self._told, *self._seen.values()]
         same_since = max(one.still_since for one in seen)
-        if not self.own.waits or time.monotonic() < same_since + _CERTAIN_S or self.silent():
+        if not self.own.waits or self.looked_at < same_since + _CERTAIN_S or self.silent():
             return None
         return find_standstill(self.standings()) if all(one.sign.beat for one in seen) else None

@@ -266,7 +266,7 @@ class SliceDataModule(pl.LightningDataModule):
             raise OptionError("shuffle", "samples", f"{most}, and {largest.key!r} is larger. 'slices make' cuts files")
         if self.trainer is not None:
             shares = "" if training.mixture is None else f" in shares of {training.mixture.shares}"
-            require_same(self.trainer, "train", f"{self._sources['train'].catalogue!r}{shares}")
+            require_same(self.trainer, "train", f"{self._sources['train'].catalogue!r}{shares}", self._urls["train"])
         # A further fit continues where the last one stopped.
         state = before.state_dict() if self._pending is None and before is not None else self._pending
         self._training, self._pending = training, None

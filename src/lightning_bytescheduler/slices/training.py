@@ -113,17 +113,25 @@ def cut_batch(batch: SliceBatch, batch_sizes: Sequence[int]) -> list[SliceBatch]
     return found
 
 
-def require_same(trainer: pl.Trainer, option: str, here: str) -> None:
+def require_same(trainer: pl.Trainer, option: str, here: str, given: object = "") -> None:
     """Compare an option's result on all ranks, which call this together.
+
+    Args:
+        trainer: The Trainer.
+        option: The option.
+        here: Its result on this rank.
+        given: What it was made from on this rank, which may differ.
 
     Raises:
         OptionError: On every rank, if it differs from rank 0's on one.
     """
     if trainer.world_size == 1:
         return
-    there = trainer.strategy.broadcast(here)
+    there, first = trainer.strategy.broadcast((here, given))
     if not trainer.strategy.reduce_boolean_decision(here == there, all=True):
-        raise OptionError(option, here, f"the same on every rank: on rank 0 it is {there}, on another rank it is not")
+        raise OptionError(
+            option, f"{given} {here}".strip(), f"the same on every rank, and is {first} {there} on rank 0"
+        )
 
 
 class TrackerHost(Protocol):
