@@ -26,7 +26,7 @@ def test_what_a_server_waits_for_is_said_at_once(monkeypatch: pytest.MonkeyPatch
 
     said: list[str] = []
     monkeypatch.setattr(rendezvous, "StorePresence", unknown)
-    with pytest.raises(SchedulerTimeoutError, match=r"this parameter server still waits for rank 0 to open node-zero:1"):
+    with pytest.raises(SchedulerTimeoutError, match=r"server still waits for rank 0 to open node-zero:1"):
         server_meeting.serve("node-zero", 1, timeout=0.1, say=said.append)
     assert said == ["Looking for the training at node-zero:1."]
 

@@ -205,7 +205,7 @@ def test_a_rank_without_a_sign_of_life_is_named_to_all(board: MakeBoard) -> None
     assert isinstance(found, RankFailedError)
     assert found.rank == 2
     assert str(found).startswith(
-        "Rank 2 failed: it shows no sign of life; this broke here: Connection closed by peer [::1]:1; by the last signs of"
+        "Rank 2 failed: it shows no sign of life; this broke here: Connection closed by peer [::1]:1; by the last "
     )
     assert found.__cause__ is BROKEN
     assert scheduler.told.wait(PATIENCE_S)

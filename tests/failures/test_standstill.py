@@ -39,6 +39,7 @@ def test_it_travels_as_text() -> None:
     [
         (GRADIENTS, COLLECTIVE),  # each can go on only after the other
         (COLLECTIVE, replace(COLLECTIVE, collective="barrier")),
+        (COLLECTIVE, replace(COLLECTIVE, place="in the sanity check (on_validation_epoch_end)")),
         (COLLECTIVE, NEXT_BATCH),
         (GRADIENTS, ENDED),
         (NEXT_BATCH, ENDED),

@@ -157,8 +157,10 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
             return other.batches < self.batches
         if not self.collective or other.ended:  # after the fit, that one may call it, too
             return False
-        meets_another = other.launched == self.launched and other.collective not in ("", BATCH, self.collective)
-        return other.launched < self.launched or meets_another
+        meets = other.launched == self.launched and other.collective not in ("", BATCH)
+        # Lightning's reduce is two collectives of one name.
+        apart = (other.collective, other.place) != (self.collective, self.place)
+        return other.launched < self.launched or (meets and apart)
 
     def describe(self) -> str:
         """The place in words."""
