@@ -129,7 +129,7 @@ def require_same(trainer: pl.Trainer, option: str, here: str, given: object = ""
         return
     there, first = trainer.strategy.broadcast((here, given))
     if not trainer.strategy.reduce_boolean_decision(here == there, all=True):
-        raise OptionError(option, f"{here} {given}".strip(), f"the same on every rank: it is {there} {first} on rank 0")
+        raise OptionError(option, f"{given} {here}".strip(), f"the same on every rank: it is {first} {there} on rank 0")
 
 
 class TrackerHost(Protocol):
