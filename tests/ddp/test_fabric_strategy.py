@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning.fabric import Fabric
 
 from lightning_bytescheduler import ByteSchedulerFabricStrategy, OptionError
@@ -35,3 +37,12 @@ def test_what_is_not_allowed(options: dict[str, Any], named: str) -> None:
 def test_one_process_has_nothing_to_schedule() -> None:
     fabric = Fabric(accelerator="cpu", devices=1, strategy=ByteSchedulerFabricStrategy())
     assert fabric.strategy.plan is fabric.strategy.statistics is None  # type: ignore[attr-defined]
+
+
+def test_a_module_that_was_not_set_up_is_named() -> None:
+    strategy: Any = ByteSchedulerFabricStrategy()
+    strategy._board = SimpleNamespace(fault=None)
+    weight = torch.nn.Parameter(torch.ones(2))
+    with pytest.warns(UserWarning, match=r"train the module that fabric\.setup\(model, optimizer\) returns"):
+        strategy.backward(weight.sum(), None)
+    assert weight.grad is not None

@@ -41,6 +41,7 @@ from lightning_bytescheduler.lightning_api import (
     FabricDDPStrategy,
     _FabricLauncher,
     rank_zero_info,
+    rank_zero_warn,
 )
 from lightning_bytescheduler.scheduler.options import SchedulerOptions
 
@@ -253,6 +254,11 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
         """See DDPStrategy."""
         if self._board is not None and self._board.fault is not None:
             raise self._board.fault
+        if self._board is not None and self.fit is None:
+            rank_zero_warn(
+                "bytescheduler: no module is set up, so gradients are not averaged over ranks, which drift apart: "
+                "train the module that fabric.setup(model, optimizer) returns."
+            )
         with self._explained(), nullcontext() if self.fit is None else self.fit.backward():
             super().backward(tensor, module, *args, **kwargs)
 
