@@ -156,6 +156,19 @@ def test_one_who_comes_back_after_the_decision_is_told_to_send_and_counted_on() 
     assert sorted(merged(bench.arrive("a"))) == ["a", "b"]
 
 
+def test_one_that_calls_its_update_off_and_trains_on_is_told_to_send_again() -> None:
+    """Its connection broke while it waited for the end of the round. Else all would wait for it until the deadline."""
+    bench = Bench(start_workers=2)
+    bench.start("a", "b")
+    bench.steps(50, "a", "b")
+    bench.arrive("b")
+    bench.say(SendingPseudoGradient(worker="a", round=1, steps=50, samples=50))
+    assert bench.say(back(50)) == {"a": [Acknowledge(round=1, reported=50)]}
+    assert bench.say(bench.report("a", 51)) == {"a": [SendAfter(round=1, steps=50, reported=51)]}
+    assert merged(bench.arrive("a")) == ("a", "b")
+    assert bench.samples == 101
+
+
 # ── Pausing ───────────────────────────────────────────────────────────
 
 

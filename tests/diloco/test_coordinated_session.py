@@ -7,7 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from lightning_bytescheduler.coordinator.service import CoordinatorServer
 from lightning_bytescheduler.coordinator.state_store import StateStore
 from lightning_bytescheduler.diloco import coordinator_client
 from lightning_bytescheduler.diloco.messages import LeaderAppointed
+from lightning_bytescheduler.diloco.outer_optimizer import OuterState
 from lightning_bytescheduler.diloco.rounds import Rounds
 from lightning_bytescheduler.diloco.session import Session
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, RankFailedError, SchedulerTimeoutError
@@ -349,11 +350,13 @@ def ends_alone(
     return start
 
 
-@pytest.mark.parametrize("before", ["_leave", "_send"])
+@pytest.mark.parametrize(("before", "ends_round"), [("_leave", False), ("_send", False), ("_leave", True)])
 def test_a_worker_that_ends_while_the_coordinator_is_away_waits_for_it(
-    before: str, ends_alone: EndsAlone, caplog: pytest.LogCaptureFixture
+    before: str, ends_round: bool, ends_alone: EndsAlone, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, link, worker = ends_alone(before)
+    if ends_round:  # without an update, as its only worker is gone
+        until(lambda: server.status().weights_version == 3, "the end of its round")
     link.heal()
     worker.checked()
     assert server.call(lambda: server.service.run.samples) == 2 * 13
@@ -639,6 +642,39 @@ def test_an_update_that_a_coordinator_still_has_is_not_added_twice(stack: ExitSt
     for worker in (early, late):
         worker.checked()
     assert [(one.merged, one.samples) for one in server.status().rounds] == [(2, 20), (2, 20)]
+
+
+def test_a_worker_that_merges_while_a_coordinator_is_started_again_without_that_round_takes_its_state(
+    stack: ExitStack, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outer step of a large model takes longer than a restart. What the worker joins is the round that it merges."""
+
+    def start(state: str) -> CoordinatorServer:
+        options = coordinator_options(inner_steps=5, equal_steps=True, outer_steps=3, outer_lr=1.0, outer_momentum=0.0)
+        return stack.enter_context(CoordinatorServer(options, store=StateStore(str(tmp_path / state))))
+
+    merge, merges, merging, may_merge = OuterState.merge, count(1), threading.Event(), threading.Event()
+
+    def waits(state: OuterState, *given: Any, total: int, **options: Any) -> None:
+        if total and next(merges) == 2:
+            merging.set()
+            assert may_merge.wait(60.0)
+        merge(state, *given, total=total, **options)
+
+    monkeypatch.setattr(OuterState, "merge", waits)
+    server = start("newer")
+    link = Link(port_of(server))
+    stack.callback(link.close)
+    worker = Stops(link.url, "worker", stops_at=7, timeout=20.0)
+    until(lambda: worker.taken == 7 and server.status().saved_round == 1, "the state of the first round")
+    shutil.copytree(tmp_path / "newer", tmp_path / "older")
+    worker.may_go_on.set()
+    assert merging.wait(60.0)
+    other = restarted(server, link, lambda: start("older"), worker)
+    may_merge.set()
+    worker.checked()
+    assert (worker.version, worker.taken) == (other.status().weights_version, 20) == (3, 20)
+    assert all(map(torch.equal, worker.weights, worker.uninterrupted(without=set(range(5, 10)))))
 
 
 def test_a_last_round_that_a_coordinator_has_lost_is_trained_again(stack: ExitStack, tmp_path: Any) -> None:

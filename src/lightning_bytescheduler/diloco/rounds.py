@@ -320,8 +320,7 @@ class Rounds:
         elif join.round == self.round:
             worker.tell_to_start(now)
             worker.take_up(join, now)
-            if self._phase is _Phase.COLLECTING:
-                self._counted_on.add(worker.name)
+            self._counted_on.add(worker.name)
         elif self._phase is _Phase.TRAINING and not isinstance(self._target, FixedSteps):
             # No worker has to wait for it: the others do what it does not.
             worker.tell_to_start(now, late=True)
@@ -332,7 +331,9 @@ class Rounds:
             worker.receiving.observe(now - worker.told)
             worker.start(now)
         if isinstance(message, StepReport):
-            if worker.is_training and message.steps > worker.steps:
+            # One that goes on in a round that it has sent has lost its connection, and will send anew.
+            if message.steps > worker.steps and worker.state in (WorkerState.TRAINING, WorkerState.SENDING):
+                worker.state = WorkerState.TRAINING
                 worker.take_report(message, now)
             return
         if isinstance(message, SendingPseudoGradient) and message.steps >= worker.steps:

@@ -401,7 +401,8 @@ class Session:
         place = self._place
         with self._lock:
             place.connected, place.joined = True, False
-            place.realign = place.realign or welcome.fetch
+            # This worker may have merged a round since its Hello that this coordinator, started again, does not have.
+            place.realign |= welcome.fetch or (place.version >= welcome.version and place.chain != welcome.chain)
             place.ended = welcome.version
             if place.last_round is not None and welcome.version < place.last_round:
                 place.last_round = None  # that round is not in the state of this coordinator, which trains it again
@@ -814,11 +815,11 @@ class Session:
             self._say_lost(round, self.state.samples[fragment])
             self.state.overwritten(fragment)
             unmerged.lose()
+        place = self._place
+        with self._lock:  # before the outer step, which takes time: a coordinator may be back without this round
+            place.version, place.chain, place.mean = round, mean.chain, None
         if mean.total:
             self.state.merge(fragment, mean.values, total=mean.total, exactly=halts or gives_up)
-        place = self._place
-        with self._lock:
-            place.version, place.chain, place.mean = round, mean.chain, None
         self.statistics.rounds += 1
         if ended is not None:
             self.statistics.merged_samples += ended.samples
@@ -1051,13 +1052,13 @@ class Session:
                 seconds,
                 self._unsent,
             )
-        with suppress(SchedulerTimeoutError):
+        with suppress(AwayError, SchedulerTimeoutError):
             there = "the coordinator"
             self._while_connected(lambda: place.connected or hurries(), there, timeout=seconds, alone=True)
-        with self._lock:
-            place.away = False
-            if place.connected and not (place.joined or self._late):
-                self._join()
+            with self._lock:
+                place.away = False
+            if not place.realign:  # else what is to be sent would be given up
+                self._follow_others()  # a round that has ended without this worker may have changed nothing
 
     def _end_all(self, quickly: bool) -> None:
         """End the training of all workers, as long as this worker leads."""
