@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -210,6 +211,28 @@ def test_a_rank_without_a_sign_of_life_is_named_to_all(board: MakeBoard) -> None
     assert found.__cause__ is BROKEN
     assert scheduler.told.wait(PATIENCE_S)
     assert str(second.diagnose(BROKEN)) == str(found)
+
+
+def test_a_rank_that_was_busy_when_another_one_died_is_not_named(board: MakeBoard, store: dist.TCPStore) -> None:
+    asking, numbers = board(0, world_size=3), count(1)
+
+    def beat(rank: int) -> None:
+        store.set(f"signs/{rank}", standstill.Sign(beat=next(numbers)).encode())
+
+    def only_one_is_busy() -> bool:
+        beat(2)
+        return asking._signs.silent() == [1]
+
+    beat(1)
+    until(only_one_is_busy)
+    looked_at = asking._signs.looked_at
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(asking.diagnose, BROKEN, PATIENCE_S)
+        until(lambda: asking._signs.looked_at > looked_at)
+        while not found.done():
+            beat(1)
+            time.sleep(0.01)
+    assert str(found.result()).startswith("Rank 2 failed: it shows no sign of life; this broke here: ")
 
 
 def test_an_error_without_words_is_named_by_its_class(board: MakeBoard) -> None:

@@ -28,6 +28,7 @@ COLLECTIVE = replace(BEHIND, collective="all_reduce", launched=21)
 NEXT_BATCH = replace(TRAINS, collective=BATCH)
 ENDED = replace(BEHIND, ended=True)
 AHEAD = replace(NEXT_BATCH, batches=5)
+VALIDATES = replace(COLLECTIVE, place="in batch 5 of the validation")
 
 
 def test_it_travels_as_text() -> None:
@@ -68,6 +69,7 @@ def test_ranks_that_wait_for_each_other(one: Standing, other: Standing) -> None:
         (GRADIENTS, replace(COLLECTIVE, steps=4)),  # the gradients are on their way, and this one comes next
         (replace(GRADIENTS, awaited_step=3), replace(GRADIENTS, steps=3, awaited_step=3)),
         (COLLECTIVE, COLLECTIVE),
+        (replace(COLLECTIVE, place="in batch 4 of the validation"), VALIDATES),  # ranks may have other numbers of them
         (COLLECTIVE, TRAINS),
         (COLLECTIVE, ENDED),  # it may be called after the fit there
         (GRADIENTS, replace(ENDED, steps=4)),  # its gradients are on their way

@@ -16,7 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_bytescheduler.exceptions import RankFailedError, RanksDifferError, SchedulerTimeoutError
+from lightning_bytescheduler.exceptions import (
+    RankFailedError,
+    RanksDifferError,
+    RanksUnreachableError,
+    SchedulerTimeoutError,
+)
 from lightning_bytescheduler.failures import board, rendezvous
 from lightning_bytescheduler.failures.board import connected
 from lightning_bytescheduler.failures.messages import names_of
@@ -290,6 +295,7 @@ def dies(watching: board.FaultBoard) -> bool:
 
 def test_a_rank_that_dies_while_ranks_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "NATIVE_S", 0.5)
+    monkeypatch.setattr(board, "_VANISHED", 1e6)  # this is for a training, where a rank may compute for long
     with (
         pytest.raises(RankFailedError, match="Rank 1 failed: it shows no sign of life") as found,
         connected(dist.HashStore(), "10.0.0.1", 29500, rank=0, world_size=2) as watching,
@@ -313,6 +319,15 @@ def test_a_connection_that_a_dead_rank_breaks_names_it(broken: Exception) -> Non
         connected(dist.HashStore(), "10.0.0.1", 29500, rank=0, world_size=2),
     ):
         raise broken
+
+
+def test_what_to_look_at_is_said_where_a_connection_times_out() -> None:
+    refused = "timed out connecting: SO_ERROR: Connection refused, remote=[127.0.1.1]:80"
+    with (
+        pytest.raises(RanksUnreachableError, match=r"timed out connecting.*GLOO_SOCKET_IFNAME=eth0"),
+        connected(dist.HashStore(), "10.0.0.1", 29500, rank=0, world_size=1),
+    ):
+        raise RuntimeError(f"Gloo connectFullMesh failed with {refused}")
 
 
 def test_a_store_that_ends_while_a_rank_connects_to_it_is_rank_0s_failure(monkeypatch: pytest.MonkeyPatch) -> None:

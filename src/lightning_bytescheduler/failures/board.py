@@ -63,7 +63,7 @@ _DIAGNOSE_S = 3.0
 _LATER_S = 30.0
 NATIVE_S = 20.0
 """Seconds for which a rank may show no sign of life, as it may be busy in native code."""
-_VANISHED = 6  # times NATIVE_S: after so long a silence a rank counts as dead, whatever the others do
+_VANISHED = 6  # times NATIVE_S
 _WHERE = "Where the ranks are:"
 
 
@@ -130,6 +130,7 @@ class FaultBoard:
         rank: This rank, among all that share the board.
         world_size: Number of ranks that share the board.
         fault: Another rank's failure, once it is known.
+        silence: After so many seconds without a sign of life a rank counts as dead, whatever the others do.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class FaultBoard:
         period, self._look_every = max(PERIOD_S, world_size / 256), max(_LOOK_S, world_size / 16)
         self._signs = VitalSigns(store, rank, [other for other in range(world_size) if other != rank], period)
         self._all_came = all_came
+        self.silence = _VANISHED * NATIVE_S
         self._standing: Callable[[], Standing] = Standing
         self._requests: list[Request] = []
         self._changed = threading.Condition()
@@ -347,7 +349,8 @@ class FaultBoard:
         broken = f"this broke here: {brief(error) or type(error).__name__}"
         with self._changed:
             while self.fault is None and self._within(deadline):
-                self.look_after_others(silence, broken)
+                if self._signs.looked_at > asked_at + 5 * period:  # a rank may have been busy before
+                    self.look_after_others(silence, broken)
                 if silence and len(self._signs.live(asked_at + period)) == self.world_size - 1:
                     break
             if self.fault is None and self._store_lost:
@@ -447,7 +450,7 @@ class FaultBoard:
             standstill = self._signs.standstill()
             if standstill is not None and not self.hopeless:
                 self._learn(RanksDivergedError(standstill))
-        self.look_after_others(_VANISHED * NATIVE_S)
+        self.look_after_others(self.silence)
         return leaves
 
     def _stand(self) -> Standing:
@@ -523,6 +526,7 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
     with ExitStack() as opened:
         board = FaultBoard.open(rank=rank, world_size=world_size, store=store, all_came=True)
         opened.callback(board.close)
+        board.silence = NATIVE_S  # torch connects, without the GIL
         if rank == 0:
             met = f"all {world_size} ranks have met at {host}:{port}, and are still connecting."
             opened.callback(say_later(f"{met} {INTERFACE}").cancel)
@@ -531,9 +535,10 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
             if board.fault is not None:
                 raise board.fault
         except Exception as error:
+            cause = explain_connection(error, rank, host, port)
             # A rank that has died cannot be connected to either.
-            found = board.explain(error)
-            cause = explain_connection(error, rank, host, port) if found is error else found
+            found = board.explain(error) if cause is error else board.diagnose(error, silence=NATIVE_S / 4)
+            cause = cause if found is error else found
             board.publish(cause)
             if cause is error:
                 raise

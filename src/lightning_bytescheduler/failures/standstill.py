@@ -25,6 +25,7 @@ import faulthandler
 import logging
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -112,6 +113,7 @@ _WAY_OUT = (
 BATCH = "a batch"
 """What a rank waits in until the others have begun its latest batch, too, and not on the default group."""
 _UNUSED_NUMBER = 2**30  # no message uses it
+_NUMBER = re.compile(r"\d+")
 
 PERIOD_S = 0.25
 """Seconds between two signs of life."""
@@ -158,8 +160,9 @@ class Standing(StoreMessage, frozen=True, kw_only=True):
         if not self.collective or other.ended:  # after the fit, that one may call it, too
             return False
         meets = other.launched == self.launched and other.collective not in ("", BATCH)
-        # Lightning's reduce is two collectives of one name.
-        apart = (other.collective, other.place) != (self.collective, self.place)
+        # Lightning's reduce is two collectives of one name. A rank may have validated on more batches.
+        places = {_NUMBER.sub("", one.place) for one in (self, other)}
+        apart = other.collective != self.collective or len(places) > 1
         return other.launched < self.launched or (meets and apart)
 
     def describe(self) -> str:
