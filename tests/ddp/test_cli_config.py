@@ -98,7 +98,7 @@ def test_a_bad_value_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixt
             ByteSchedulerStrategy,
             ["--strategy.mode {auto,overlapped,ddp}", "--strategy.start_method {popen,spawn,fork,forkserver}"],
         ),
-        (DiLoCoStrategy, ["Literal['auto']"]),
+        (DiLoCoStrategy, ["--strategy.start_method {popen,spawn,fork,forkserver}"]),
         (LinkModel, ["--strategy.latency"]),
         (CreditTuner, ["--strategy.trials"]),
         (PerformanceMonitor, ["--strategy.log_metrics {true,false}"]),

@@ -71,7 +71,7 @@ from lightning_bytescheduler.diloco.coordinator_protocol import (
     encode_frame,
     update_path,
 )
-from lightning_bytescheduler.diloco.messages import FromWorker, Message, coalesced
+from lightning_bytescheduler.diloco.messages import FromWorker, LeaveRounds, Message, coalesced
 from lightning_bytescheduler.diloco.outer_optimizer import Contribution, Mean, Upload
 from lightning_bytescheduler.exceptions import CoordinatorError, OptionError, SchedulerTimeoutError
 from lightning_bytescheduler.serving import client_tls, end_others, end_tasks, is_loopback, read_token
@@ -405,8 +405,9 @@ class CoordinatorClient:
         failed, last, lost = 0, "", float("-inf")
         while True:
             before = time.monotonic()
+            has_left = False
             try:
-                await self._connection()
+                has_left = await self._connection()
             except (self._aiohttp.ClientError, OSError, asyncio.TimeoutError, OptionError) as error:
                 self._require_hope(error)
                 last = f"{error}" or type(error).__name__
@@ -420,6 +421,9 @@ class CoordinatorClient:
                 if was_connected:
                     lost = time.monotonic()
                     self._tell("lost")
+            if has_left:  # it would come back as a new worker
+                await self._stopping.wait()
+                return
             failed = 0 if was_connected and time.monotonic() - before > _LONGEST_S else failed + 1
             if not self.first.done() and time.monotonic() - began >= self._timeout:
                 raise SchedulerTimeoutError(
@@ -448,7 +452,8 @@ class CoordinatorClient:
             )
         log.warning("No coordinator has answered at %s for %.0f s (%s). %s", self._address.url, seconds, last, follows)
 
-    async def _connection(self) -> None:
+    async def _connection(self) -> bool:
+        """Talk over one connection until it ends; returns whether the coordinator has heard that the worker leaves."""
         async with self._http.ws_connect(
             self._address.url + WORKER_PATH, max_msg_size=_FRAME_BYTES, heartbeat=None
         ) as socket:
@@ -464,7 +469,12 @@ class CoordinatorClient:
             with suppress(InvalidStateError):
                 self.first.set_result(answer)
             self._tell("welcomed", answer)
-            await talk.go_on(max(answer.lease, 0.1))
+            try:
+                await talk.go_on(max(answer.lease, 0.1))
+            except ConnectionError:
+                if not talk.has_left:
+                    raise
+            return talk.has_left
 
     async def _until_heard(self) -> bool:
         while (talk := self._talk) is not None and not talk.is_heard:
@@ -537,14 +547,21 @@ class _Conversation:
         self._outbox: list[FromWorker] = []
         self._changed = asyncio.Event()  # something to send, or something heard
         self._sent = self._answered = 0
+        self._leaves = False
 
     @property
     def is_heard(self) -> bool:
         """Whether the coordinator has heard everything."""
         return not self._outbox and self._answered >= self._sent
 
+    @property
+    def has_left(self) -> bool:
+        """Whether the coordinator has heard that the worker leaves."""
+        return self._leaves and self.is_heard
+
     def put(self, messages: Sequence[FromWorker]) -> None:
         """Send messages with the next frame."""
+        self._leaves = self._leaves or any(isinstance(message, LeaveRounds) for message in messages)
         self._outbox = coalesced([*self._outbox, *messages])
         self._changed.set()
 
