@@ -77,6 +77,13 @@ def test_weights_tied_by_memory_only() -> None:
     assert "'0.weight' and '1.weight' are different tensors over the same memory" in reason
 
 
+def test_a_column_and_a_row_that_meet_share_memory() -> None:
+    """The row begins behind as many elements as the column has, but before its last one."""
+    matrix = torch.zeros(8, 8)
+    (reason,) = model_reasons(nn.ParameterList([nn.Parameter(matrix[:, 0]), nn.Parameter(matrix[5])]))
+    assert "'0' and '1' are different tensors over the same memory" in reason
+
+
 def test_a_frozen_twin_is_no_reason_but_is_never_stale() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = nn.Parameter(model[0].weight.data, requires_grad=False)

@@ -7,7 +7,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback
+from torch import nn
 
 from lightning_bytescheduler.ddp.reads import SeenReads
 from tests.parity.checks import assert_overlapped, train_on
@@ -80,3 +82,9 @@ def test_validation_is_not_meant() -> None:
     reads = SeenReads(Tower().eval())
     reads.waited_early()
     assert not reads.waits
+
+
+def test_a_parameter_that_has_left_the_module_is_warned_of_too() -> None:
+    module, left = Tower(), nn.Parameter(torch.zeros(1))
+    with pytest.warns(UserWarning, match=r"read 'first\.weight', 'a parameter that the module no longer has', for"):
+        SeenReads(module).read_unseen([next(module.first.parameters()), left], 3)

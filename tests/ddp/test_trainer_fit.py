@@ -11,9 +11,10 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import Precision
 
-from lightning_bytescheduler.ddp import decided_fit
+from lightning_bytescheduler.ddp import decided_fit, trainer_fit
 from lightning_bytescheduler.ddp.compression_rules import CompressionRules
 from lightning_bytescheduler.ddp.decided_fit import FitOptions, FitTuning
+from lightning_bytescheduler.ddp.fit_report import Record
 from lightning_bytescheduler.ddp.trainer_fit import TrainerFit
 from lightning_bytescheduler.ddp.wire import AgreedSizes
 from lightning_bytescheduler.exceptions import UnsupportedError
@@ -68,6 +69,26 @@ def test_manual_optimization_is_not_compressed() -> None:
     options = replace(_options(own_buckets=False), rules=CompressionRules.resolve("int8"))
     board: Any = SimpleNamespace(rank=0)
     with pytest.raises(UnsupportedError, match=r"compression='int8.*' needs automatic optimization"):
+        TrainerFit.begin(strategy, options, board)
+
+
+def test_compression_that_makes_nothing_smaller_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def counter(rank: int) -> Any:
+        raise _Asked(rank)
+
+    wire = SimpleNamespace(
+        record=Record(),
+        route=SimpleNamespace(copies=None),
+        groups=SimpleNamespace(rank=0),
+        close=lambda *, failed: None,
+    )
+    monkeypatch.setattr(trainer_fit, "open_wire", lambda *_, **__: wire)
+    module = _Model()
+    module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    strategy: Any = SimpleNamespace(lightning_module=module, root_device=torch.device("cpu"))
+    options = replace(_options(own_buckets=False), rules=CompressionRules.resolve("int8"), counter=counter)
+    board: Any = SimpleNamespace(rank=0)
+    with pytest.warns(UserWarning, match="compression=.int8.* makes none of the gra"), pytest.raises(_Asked):
         TrainerFit.begin(strategy, options, board)
 
 

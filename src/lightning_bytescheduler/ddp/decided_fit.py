@@ -129,11 +129,11 @@ def model_reasons(model: nn.Module) -> list[str]:
 
 
 def _sharing_memory(model: nn.Module) -> tuple[str, str] | None:
-    """Return two dense parameters that overlap in memory. Neighbours in one storage, as in cuDNN's LSTM, do not."""
+    """Return two parameters that overlap in memory. Neighbours in one storage, as in cuDNN's LSTM, do not."""
     ranges = sorted(
-        (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.numel() and can_be_gated(parameter)
+        (p.data_ptr(), p.detach()[(-1,) * p.dim()].data_ptr() + p.element_size(), name)  # to the end of the last one
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.numel() and can_be_gated(p)
     )
     for (_, end, name), (start, _, other) in itertools.pairwise(ranges):
         if start < end:

@@ -195,7 +195,7 @@ class SeenReads:
     def read_unseen(self, parameters: list[nn.Parameter], step: int) -> None:
         """Warn that ``parameters`` were read past their gates in ``step``, maybe before the update."""
         names = {id(p): name for name, p in self._module.named_parameters()}
-        found = [names[id(p)] for p in parameters]
+        found = [names.get(id(p), "a parameter that the module no longer has") for p in parameters]
         self.unseen.update(dict.fromkeys(found, step))
         warnings.warn(
             f"bytescheduler: in step {step} on rank {self._rank}, code that takes a weight's memory past PyTorch's "

@@ -82,6 +82,8 @@ class TrainerFit(DecidedFit):
                     loss_scale=partial(loss_scale_of, strategy),
                     idle=has_no_gradient,
                 )
+                if not codec.compressed:
+                    rank_zero_warn(f"bytescheduler: compression={rules.spec!r} makes none of the gradients smaller.")
                 if wire.route.copies is not None:
                     codec.work_on(wire.route.copies)
             counter = None if options.counter is None else options.counter(wire.groups.rank)
