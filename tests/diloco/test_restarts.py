@@ -149,6 +149,36 @@ def test_workers_go_and_come(diloco_ranks: RankPool, tmp_path: Path) -> None:
     assert_same_end(again, third, after=0)
 
 
+def test_a_round_that_begins_with_a_restart_at_an_epochs_end_is_of_the_next_epoch(
+    diloco_ranks: RankPool, tmp_path: Path
+) -> None:
+    """A checkpoint in its middle has none of the batches of the epoch before."""
+    more: dict[str, Any] = {"limit_val_batches": 1}
+    whole = fit(diloco_ranks, tmp_path, **more)
+    for name in ("validated16", "epoch0"):
+        again = tmp_path / name
+        fit(diloco_ranks, again, saved=tmp_path / f"{name}.ckpt", steps=(18,), **more)
+        rest = fit(diloco_ranks, again / "rest", saved=again / "18.ckpt", **more)
+        assert_same_end(rest, whole, after=STEPS)
+
+
+def test_an_epoch_follows_one_that_was_left_amid(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    """It is whole: Lightning counts the other one as done."""
+    fit(diloco_ranks, tmp_path, max_steps=10)
+    rest = fit(diloco_ranks, tmp_path / "rest", saved=tmp_path / "epoch0.ckpt")
+    assert [(one.epoch, len(one.losses)) for one in rest] == [(2, STEPS), (2, STEPS)]
+    samples = [sample for worker in rest for batch in worker.notes for sample in batch]
+    assert len(samples) == len(set(samples)) == 128
+
+
+def test_another_number_of_ranks_in_a_worker_begins_the_epoch_anew(diloco_ranks: RankPool, tmp_path: Path) -> None:
+    options = {"inner": {"strategy": "ddp", "size": 2}}
+    fit(diloco_ranks, tmp_path, steps=(10,), max_steps=12, options=options)
+    rest, _ = fit(diloco_ranks, tmp_path / "rest", saved=tmp_path / "10.ckpt", alone=True, max_epochs=1)
+    samples = [sample for batch in rest.notes for sample in batch]
+    assert len(samples) == len(set(samples)) == 128
+
+
 class EndsEarly(Callback):
     """Leaves the epoch in the middle of a round, and writes a checkpoint when training is over."""
 

@@ -157,3 +157,6 @@ def test_a_whole_outer_state_or_none_is_taken() -> None:
     resumed = Resumed.from_checkpoint({OUTER_STATE: copy.deepcopy(WHOLE)}, 0, 2)
     assert resumed is not None
     assert resumed.alike
+    resumed = Resumed.from_checkpoint({OUTER_STATE: copy.deepcopy(WHOLE)}, 0, 2, 4)
+    assert resumed is not None
+    assert not resumed.alike

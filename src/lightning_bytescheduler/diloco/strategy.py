@@ -559,7 +559,7 @@ class DiLoCoStrategy(RankStrategy):
         with self._patient():
             outer = self._last_state if self._runtime is None else self._runtime.state_dict()
             if outer is not None and "optimizer_states" in checkpoint:
-                checkpoint[OUTER_STATE] = outer
+                checkpoint[OUTER_STATE] = outer = {**outer, "inner_size": self.world_size}
                 if self._runtime is not None and self._runtime.states is not None:
                     self._runtime.states.complete(checkpoint, outer)
             if self._runtime is None or self._runtime.leads:
@@ -576,7 +576,7 @@ class DiLoCoStrategy(RankStrategy):
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             workers = 0 if self._address is not None else self.workers  # a coordinator's are trainings of their own
-            self._resumed = Resumed.from_checkpoint(checkpoint, self.worker, workers)
+            self._resumed = Resumed.from_checkpoint(checkpoint, self.worker, workers, self.world_size)
         return checkpoint
 
     # ------------------------------------------------------------------ rounds (called by callbacks)

@@ -196,6 +196,9 @@ class RoundBoundaries(LoopBoundaries):
         self._shared_data = shared_data
         self._epoch_to_end = False  # this worker's share is used up, and the others have not been told
         self._epoch_ended = False  # for all; where data is shared
+        if self._loop.batch_progress.is_last_batch or not trainer.fit_loop.restarting:
+            # A checkpoint, or the last fit, was at the end of an epoch: the first round begins with another one.
+            self._loop.batch_progress.current.reset()
 
     def before_batch(self) -> bool:
         """Go on after all workers stood still; returns whether training goes on."""

@@ -286,7 +286,7 @@ class Resumed:
     Attributes:
         outer: What ``Runtime.state_dict`` gave.
         own: The worker's state, if the checkpoint has it.
-        alike: Whether there were as many workers as now.
+        alike: Whether there were as many workers as now, of as many ranks.
     """
 
     outer: Mapping[str, Any]
@@ -294,13 +294,14 @@ class Resumed:
     alike: bool
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: dict[str, Any], worker: int, workers: int) -> Resumed | None:
+    def from_checkpoint(cls, checkpoint: dict[str, Any], worker: int, workers: int, size: int = 1) -> Resumed | None:
         """Put this worker's state into Lightning's places; ``None`` for a checkpoint of another strategy.
 
         Args:
             checkpoint: The loaded checkpoint; is changed, and the other workers' states are removed.
             worker: Number of this rank's worker.
             workers: Number of workers.
+            size: Number of ranks of each.
 
         Raises:
             UnsupportedError: If the checkpoint's outer state is damaged; names what is missing.
@@ -320,7 +321,7 @@ class Resumed:
                 f"{', '.join(lacks)}. Without that entry, weights and the inner optimizer go on, and rounds and the "
                 "outer optimizer begin anew."
             )
-        alike = outer.get("unsent", {}).get("workers") == workers  # none in a coordinator's run
+        alike = (outer.get("unsent", {}).get("workers"), outer.get("inner_size", 1)) == (workers, size)
         of = outer.pop(_WORKERS, [])  # none in a coordinator's run, and after the fit
         own = of[worker] if worker < len(of) else None
         if worker and own is not None:
@@ -348,9 +349,7 @@ class Resumed:
                 if name in buffers:
                     buffers[name].copy_(value)
         share, progress = share_of(trainer), trainer.fit_loop.epoch_loop.batch_progress
-        if share is None or progress.is_last_batch:
-            return
-        if self.alike:
-            share.done = progress.current.ready
-        else:
+        if share is not None and not self.alike:
             progress.current.reset()  # the samples are dealt anew, and so the epoch begins anew
+        elif share is not None and progress.current.ready != trainer.num_training_batches:  # else its epoch is over
+            share.done = progress.current.ready
