@@ -240,6 +240,24 @@ def test_an_optimizer_in_the_backward_pass_is_refused_at_the_first_forward_pass_
         assert "is stepped in the backward pass, by _apply_optimizer_in_backward" in said
 
 
+class Searches(Tower):
+    """Fails within a search, as of a learning rate, which has callbacks of its own."""
+
+    expected_error = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trainer.callbacks = []  # type: ignore[attr-defined]
+        raise ValueError("boom")
+
+
+def search(rank: int) -> str:
+    return str(train(rank, Recipe(model=Searches, steps=3), Run(network="plain")).error)
+
+
+def test_an_error_within_a_search_of_lightnings_stays_what_it_is(two_ranks: RankPool) -> None:
+    assert "ValueError: boom" in two_ranks.run(search)[0]
+
+
 class Joins(Tower):
     """Tries what DDP has for uneven data."""
 

@@ -36,12 +36,15 @@ def main(how: str) -> None:
         atexit.register(report)
     fabric.launch()
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for step in range(4 if how == "is short" and fabric.global_rank == 0 else 5):
+    is_short = how.startswith("is short") and fabric.global_rank == 0
+    for step in range(4 if is_short else 6 if how == "is short, and waits" else 5):
         fabric.backward(wrapped(torch.randn(4, 32)).square().mean())
         if how == f"fails in step {step}" and fabric.global_rank == 1:
             raise ValueError("sample 17 is broken")
         optimizer.step()
         optimizer.zero_grad()
+    if how == "is short, and waits":
+        fabric.barrier()
     seen["deferred"] = strategy.statistics.overlapped_steps if strategy.statistics else 0
 
 

@@ -50,7 +50,10 @@ WAYS_OUT = ("use_distributed_sampler=True", "DistributedSampler(dataset, drop_la
 def test_one_batch_more_is_named_with_the_counts_and_the_ways_out(nursery: Nursery, tmp_path: Path) -> None:
     at_the_end: Case = ({}, {1: {"batches": 5}})  # the other one has trained all it has
     as_ddp: Case = ({"stream": True, "mode": "ddp", "epochs": 2}, {0: {"batches": 3}})
-    ended, drifted = run(nursery, tmp_path, at_the_end, as_ddp)
+    # Lightning asks for a batch, and a next one in the next epoch, which the other rank does not begin.
+    nothing: Case = ({"stream": True, "plain": True, "epochs": 5}, {1: {"batches": 0}})
+    ended, drifted, empty = run(nursery, tmp_path, at_the_end, as_ddp, nothing)
+    check(empty, APART, "waits for the gradients of step 1", "waits for the others to begin this batch")
     check(ended, APART, "has begun 4 batches, 4 in each epoch", "has begun 5 batches, 5 in each epoch", *WAYS_OUT)
     check(drifted, APART, "has begun 6 batches, ", *WAYS_OUT)
 

@@ -58,3 +58,12 @@ def test_a_rank_with_fewer_steps_is_named_on_both(nursery: Nursery, tmp_path: Pa
         assert "RanksDivergedError: The ranks wait for each other in different places" in rank.log, rank.log
         assert "rank 0 has ended the fit after 4 batches" in rank.log
         assert "waits for the gradients of step 5" in rank.log
+
+
+def test_a_rank_with_fewer_steps_that_waits_for_the_others_is_named_on_both(nursery: Nursery, tmp_path: Path) -> None:
+    (ranks,) = run(nursery, tmp_path, "is short, and waits")
+    for rank in ranks:
+        assert rank.code == 1, rank.log
+        assert "RanksDivergedError: The ranks wait for each other in different places" in rank.log, rank.log
+        assert re.search(r"rank 0 is after the backward pass, step 4, waits in barrier, collective \d+ ", rank.log)
+        assert "waits for the gradients of step 5" in rank.log

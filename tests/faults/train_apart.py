@@ -46,7 +46,8 @@ class Model(LightningModule):
     def __init__(self, options: Options) -> None:
         super().__init__()
         self.options = options
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+        middle = nn.Tanh() if options.get("plain") else nn.BatchNorm1d(16)
+        self.layers = nn.Sequential(nn.Linear(8, 16), middle, nn.Linear(16, 1))
 
     def at(self, hook: str) -> None:
         """Join a collective of all ranks here, or be busy, if the options say so."""

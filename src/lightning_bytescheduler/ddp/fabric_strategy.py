@@ -26,6 +26,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -33,7 +34,7 @@ from torch.optim import Optimizer
 from lightning_bytescheduler.ddp.ddp_arguments import SCHEDULED, check_module, options_of
 from lightning_bytescheduler.ddp.decided_fit import DecidedFit, open_wire, optimizer_reasons, precision_reasons
 from lightning_bytescheduler.ddp.fit_report import OverlapPlan, SchedulerStatistics
-from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks, PublishesFailures, model_facts
+from lightning_bytescheduler.ddp.rank_strategy import JoinedRanks, PublishesFailures, launched, model_facts
 from lightning_bytescheduler.exceptions import RanksDivergedError
 from lightning_bytescheduler.failures.board import FaultBoard
 from lightning_bytescheduler.failures.standstill import Standing
@@ -83,8 +84,8 @@ class FabricFit(DecidedFit):
         board.stands(self._stands)
 
     def _stands(self) -> Standing:
-        steps, place = self.progress.offered, self.progress.phase
-        return Standing(place=place, steps=steps, batches=steps, awaited_step=self.awaited_step, ended=self.ended)
+        n, place, awaited = self.progress.offered, self.progress.phase, self.awaited_step
+        return Standing(place=place, steps=n, batches=n, awaited_step=awaited, launched=launched(), ended=self.ended)
 
     def wrap(self, module: nn.Module, device_ids: list[int] | None) -> ScheduledDataParallel:
         """Wrap the module with DDP, and hand its gradients to the scheduler."""
@@ -280,10 +281,10 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
             if self.fit is None or not self.fit.clip_value(optimizer, float(clip_val)):
                 super().clip_gradients_value(module, optimizer, clip_val)
 
-    def all_reduce(self, *args: Any, **kwargs: Any) -> Any:
+    def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """See DDPStrategy."""
-        with self._explained(waits_in="all_reduce"):
-            return super().all_reduce(*args, **kwargs)
+        with self._explained(waits_in="all_reduce" if group in (None, dist.group.WORLD) else ""):
+            return super().all_reduce(tensor, group, reduce_op)
 
     # ------------------------------------------------------------------ checkpoints
 

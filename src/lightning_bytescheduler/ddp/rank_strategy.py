@@ -161,7 +161,7 @@ class FitPosition:
             place=place_of(self._trainer),
             steps=0 if fit is None else fit.progress.offered,
             awaited_step=0 if fit is None else fit.awaited_step,
-            launched=_launched(),
+            launched=launched(),
             ended=ended,
             batches=self._batches,
             expected=int(expected) if expected != float("inf") else 0,
@@ -184,7 +184,7 @@ def place_of(trainer: pl.Trainer) -> str:
     return f"in {trainer.state.fn}{where}"
 
 
-def _launched() -> int:
+def launched() -> int:
     """Return the number of collectives begun on the default group; 0 if the backend does not count."""
     group: Any = dist.group.WORLD
     try:

@@ -207,6 +207,7 @@ class SigtermForAll:
         if stops:
             self._strategy.flush()
             self.end_training()
+        self._strategy.count_batch()
         if self._group is not None:
             if self._stop.known or self.requeue.known:
                 self._told.copy_(torch.tensor([self._stop.known, self.requeue.known]))

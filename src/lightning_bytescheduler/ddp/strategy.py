@@ -202,7 +202,7 @@ class ByteSchedulerStrategy(RankStrategy):
             self._sigterm = SigtermForAll(trainer, self._board)
             hooks = SchedulerHooks(self, self._sigterm)
             callbacks_of(trainer).insert(0, hooks)
-            self._during_fit.callback(lambda: callbacks_of(trainer).remove(hooks))
+            self._during_fit.callback(_forget, hooks, trainer)
             self._tuning.bring_tuner(callbacks_of(trainer))
             self._during_fit.enter_context(self._sigterm.handled())
         if fits and requeues(self.cluster_environment):
@@ -347,12 +347,6 @@ class SchedulerHooks(pl.Callback):
         """Count the epoch."""
         self._strategy.count_epoch()
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Count the batch."""
-        self._strategy.count_batch()
-
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
@@ -393,3 +387,8 @@ class SchedulerHooks(pl.Callback):
             self._strategy.publish_failure(exception)
         except Exception:  # Lightning would skip the teardown and hide the training's error
             log.exception("The failure could not be published.")
+
+
+def _forget(hooks: SchedulerHooks, trainer: pl.Trainer) -> None:
+    if hooks in callbacks_of(trainer):  # not within a search of Lightning's, which has callbacks of its own
+        callbacks_of(trainer).remove(hooks)
