@@ -26,7 +26,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -283,7 +282,7 @@ class ByteSchedulerFabricStrategy(JoinedRanks, FabricDDPStrategy):
 
     def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """See DDPStrategy."""
-        with self._explained(waits_in="all_reduce" if group in (None, dist.group.WORLD) else ""):
+        with self._explained(waits_in="all_reduce" if group in (None, torch.distributed.group.WORLD) else ""):
             return super().all_reduce(tensor, group, reduce_op)
 
     # ------------------------------------------------------------------ checkpoints

@@ -535,7 +535,7 @@ def connected(store: dist.Store, host: str, port: int, *, rank: int, world_size:
             if board.fault is not None:
                 raise board.fault
         except Exception as error:
-            cause = explain_connection(error, rank, host, port)
+            cause: BaseException = explain_connection(error, rank, host, port)
             # A rank that has died cannot be connected to either.
             found = board.explain(error) if cause is error else board.diagnose(error, silence=NATIVE_S / 4)
             cause = cause if found is error else found
