@@ -14,10 +14,12 @@ from subprocess import PIPE, STDOUT
 from types import ModuleType
 
 import pytest
+import torch
 
-from examples import advised, parameter_servers, slices, tuning, unequal
+from examples import advised, parameter_servers, slices, tuning, two_machines, unequal
 from lightning_bytescheduler.__main__ import main
 from tests.faults.ranks import Nursery
+from tests.support.rank_pool import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = {
@@ -159,8 +161,12 @@ def test_elastic_torchrun_counts_each_sample_once_although_processes_die() -> No
     assert float(apart[1]) < 1e-5
 
 
-def test_diloco(nursery: Nursery, tmp_path: Path) -> None:
-    options = ["--tiny", "--steps=12", "--windows=64", "--fragments=2", "--overlap=1", f"--output={tmp_path}"]
+@pytest.mark.parametrize("inner", ["adamw", "muon"])
+def test_diloco(nursery: Nursery, tmp_path: Path, inner: str) -> None:
+    if inner == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("This torch has no Muon.")
+    options = ["--tiny", "--steps=12", "--windows=64", "--fragments=2", "--overlap=1", f"--inner={inner}"]
+    options.append(f"--output={tmp_path}")
     text = said(nursery, tmp_path, "examples.diloco", *options)
     assert "validation loss " in text
     for worker in (0, 1):
@@ -169,6 +175,14 @@ def test_diloco(nursery: Nursery, tmp_path: Path) -> None:
         assert int(found[2]) == 8 * int(found[1]) > 0
     assert main(["rounds", str(tmp_path / "rounds.jsonl"), "--png", str(tmp_path / "rounds.png")]) == 0
     assert (tmp_path / "rounds.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_two_machines() -> None:
+    ranks = ["--nproc-per-node=2", f"--master-port={free_port()}"]
+    text = launched("-m", "torch.distributed.run", *ranks, "-m", "examples.two_machines", "--tiny", "--steps=80")
+    rows = re.findall(r"^(.*\S) +\d+ ms +[\d.]+ +[\d.]+x +[\d.]+x +[\d.]+$", text, re.MULTILINE)
+    assert rows == list(two_machines.STRATEGIES)
 
 
 @pytest.mark.slow
