@@ -111,8 +111,7 @@ def agree_on_sizes(
     own = options.policy.own_partition_size(count)
     if own is not None:
         partition = credit = partition or own
-    # With mode="auto" the start-up time still decides something when both sizes are given.
-    message = torch.tensor([partition, credit, int(in_shards), options.mode == "auto", count * width], device="cpu")
+    message = torch.tensor([partition, credit, int(in_shards), _chooses(options), count * width], device="cpu")
     dist.broadcast(message, src=0, group=groups.control)
     partition, credit, in_shards, chooses, largest = message.tolist()
     link, far = None, False
@@ -150,6 +149,11 @@ def agree_on_sizes(
                 partition_size=partition, credit=max(sizes.credit, 2 * partition), bucket_bytes=bucket
             )
     return AgreedSizes(sizes=sizes, link=link, far=far)
+
+
+def _chooses(options: SchedulerOptions) -> bool:
+    """Whether the start-up time still decides something when both sizes are given."""
+    return options.mode == "auto"
 
 
 _TIMEOUT = timedelta(minutes=30)
